@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import accuracy_texts, lm_eval_results
 from scripts.harness.patience import patience
 from scripts.harness.server import EngineFailed, Server, offload_state
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not installed():
         parser.error(MISSING)
     try:
-        experts = load(args.model).num_experts
+        experts = shape_of(args.model).num_experts
     except CheckpointError as reason:
         parser.error(str(reason))
     if not experts:

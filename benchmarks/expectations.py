@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan
@@ -84,7 +84,7 @@ def planned(
     return plan(_model(config), where, work, Parallel(tp=where.gpus), reserve, slots=slots)
 
 
-_model = cache(load)
+_model = cache(shape_of)
 
 
 def shown(result: Plan) -> str:

@@ -29,8 +29,8 @@ from benchmarks import serve_report
 from benchmarks.link_rates import Rates, beside, rates_of, section
 from benchmarks.serve_report import Record, Row
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import shape_of, shape_of_config
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import Machine
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
         config = record["model"].get("config")
         if not wanted.model and not config:
             parser.error("--model: the run does not hold its checkpoint's config; give its folder or config.json")
-        model = load(wanted.model) if wanted.model else from_config(record["model"]["name"], config)
+        model = shape_of(wanted.model) if wanted.model else shape_of_config(record["model"]["name"], config)
         given = beside(wanted.run) if wanted.rates is None else wanted.rates
         rates = rates_of([section(path) for path in given], machine.link_gbps, Assumptions())
         compared = compare(record, model, rates, machine)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shapes_by_engine
+from sglang_uvm_offload.sizing.engine_shape import shapes_of
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((HERE / "model_sizes.json").read_text())["models"]
@@ -65,7 +65,7 @@ def row(model: str, shape: CheckpointShape) -> Row:
 
 def rows(configs: Path, models: list[str]) -> list[Row]:
     folders = {model: configs / model.replace("/", "--") for model in models}
-    return [row(model, shape) for model, shape in zip(folders, shapes_by_engine(folders), strict=True)]
+    return [row(model, shape) for model, shape in zip(folders, shapes_of(folders), strict=True)]
 
 
 def page(found: list[Row]) -> str:

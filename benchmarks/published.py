@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import from_config, load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import shape_of, shape_of_config
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import preset
 from sglang_uvm_offload.sizing.plan import Speed
@@ -67,7 +67,7 @@ class Models:
     def __getitem__(self, name: str) -> CheckpointShape:
         if name not in self._read:
             inline = self._inline.get(name)
-            self._read[name] = from_config(name, inline) if inline else load(self._folder / f"{name}.json")
+            self._read[name] = shape_of_config(name, inline) if inline else shape_of(self._folder / f"{name}.json")
         return self._read[name]
 
 

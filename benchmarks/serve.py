@@ -27,8 +27,8 @@ from benchmarks import serve_client, serve_report
 from benchmarks.contenders import CONTENDERS
 from benchmarks.serve_client import PromptIds, Sizes
 from benchmarks.serve_run import Run, environment, run
+from scripts.config_tensors import text_config
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.text_config import text_config
 
 BENCHMARKS = Path(__file__).resolve().parent
 CPU_SIZES = {"batches": (1, 4, 16, 64), "prompts": (64, 512, 1024)}

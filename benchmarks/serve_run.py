@@ -23,8 +23,8 @@ from benchmarks.contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Con
 from benchmarks.serve_client import Client, PointFailed, PromptIds, Sizes
 from scripts.harness.ahead import start_ahead
 from scripts.harness.server import EngineFailed, Server, flags
-from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,7 +73,7 @@ class Run:
 def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
     """All cells, a repeat after the other; ``run.json`` is written after each. ``record`` is the result of
     ``describe``, if there is one already. Raises ``CheckpointError``."""
-    model = load(wanted.model)
+    model = shape_of(wanted.model)
     (wanted.out / "logs").mkdir(parents=True, exist_ok=True)
     record = record or describe(wanted, model)
     for repeat in range(1, wanted.repeats + 1):

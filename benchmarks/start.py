@@ -38,7 +38,7 @@ from benchmarks import serve_log, trace_checkpoint
 from benchmarks.trace_walk import read
 from scripts.harness.server import Server, offload_state
 from sglang_uvm_offload.files.page_cache import give_back
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 
 HERE = Path(__file__).parent
 LAYERS, POSITIONS = 3, 64
@@ -134,7 +134,7 @@ def rates(model: Path, ranks: Sequence[int], repeats: int) -> Rates:
 
 def learn(model: Path, profile: Path, flags: dict[str, Any], on_cpu: bool) -> None:
     """Have a server save its profile."""
-    half = load(model).num_experts // 2
+    half = shape_of(model).num_experts // 2
     with Server(model, on_cpu=on_cpu, expert_offload_num_resident=half, expert_offload_profile=profile, **flags) as running:
         running.post("/generate", {"input_ids": list(range(1, 33)), "sampling_params": {"max_new_tokens": 32}})
 
@@ -144,7 +144,7 @@ def start(model: Path, profile: Path, ranks: int, cache: str, server: str, flags
         give_back(model)
     else:
         read_all(model)
-    offload: dict[str, Any] = {} if server == "plain" else {"expert_offload_num_resident": load(model).num_experts // 2}
+    offload: dict[str, Any] = {} if server == "plain" else {"expert_offload_num_resident": shape_of(model).num_experts // 2}
     if server == "restarted":
         offload["expert_offload_profile"] = profile
     # On a CPU SGLang binds each rank to one core: more threads there only wait for one another.

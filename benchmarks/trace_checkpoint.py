@@ -28,9 +28,9 @@ from benchmarks.routing_overlay import OverlayError, lay_over
 from benchmarks.trace_walk import STRETCH, Walk, WalkError, available, cut, read
 from benchmarks.trace_weights import CODE_BLOCK, TraceWeights, code_size
 from scripts import make_checkpoint
+from scripts.config_tensors import tensors_of
 from scripts.make_checkpoint import Shape
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.config_tensors import tensors_of
 
 MAX_BYTES = 40 * 10**9
 SHARD_BYTES = 1 << 30

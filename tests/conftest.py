@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from arguments import Arguments
+from builders.shapes import use_recorded
 from builders.wheels import Installed, build_wheel
 from checkpoints import MEASURED, Checkpoints, WalkedCheckpoints, unserved_models
 from nursery import Nurseries, Nursery
@@ -28,6 +29,7 @@ from sglang_uvm_offload.sizing.gpus import GPUS
 # Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
+use_recorded()
 
 H200_BYTES = GPUS["H200"].memory_mib << 20
 

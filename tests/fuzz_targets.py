@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import mutation
 import numpy as np
 from builders.managers import Rank, config
 from builders.profiles import saved, some
 from builders.reports import replayed, result
+from builders.shapes import use_recorded
 from builders.traces import trace
 from numpy.lib import format as npy
 from prometheus_client import CollectorRegistry, generate_latest
@@ -49,6 +51,7 @@ from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, ProfileError
 from sglang_uvm_offload.routing.trace import Trace, TraceError
 from sglang_uvm_offload.sizing import engine_shape
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
@@ -252,14 +255,21 @@ def _configs() -> list[dict[str, Any]]:
 CONFIGS = _configs()
 
 
+def _any_shape() -> Any:
+    """A model's shape whatever its config says, without SGLang, which takes seconds for each."""
+    use_recorded()
+    line = msgspec.json.encode(shape_of(MODELS / "qwen3-235b-a22b.json"))
+    answers = {"_run": lambda asked: [line] * len(asked), "_check_known": lambda config: None}
+    return mock.patch.multiple(engine_shape, **answers, _kept=lambda key: None, _keep=lambda key, line: None)
+
+
 @target
 def plan(chance: random.Random, folder: Path) -> bool:
     path = folder / "config.json"
     valid: Any = chance.choice(CONFIGS)
     path.write_bytes(mutation.document({"name": "m", "config": valid} if chance.random() < 0.3 else valid, chance))
     machine = chance.choice(("8xH20", "1x5090", "1xSPARK"))
-    without_sglang = mock.patch.object(engine_shape, "installed", return_value=False)  # which would start it for half a minute
-    with without_sglang, contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with _any_shape(), contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(["plan", str(path), "--machine", machine, *chance.choice(([], ["--json"], ["--slots", "auto"]))])
     said = out.getvalue() + err.getvalue()
     _expect_printable(said)

@@ -92,11 +92,11 @@ def planned_checkpoint(written: Written) -> CheckpointShape:
     from benchmarks.gpu.server_parts import TRACE
     from benchmarks.trace_checkpoint import MODELS, walk_for
     from benchmarks.trace_walk import STRETCH, read
-    from sglang_uvm_offload.sizing.checkpoint import from_config
+    from sglang_uvm_offload.sizing.engine_shape import shape_of_config
 
     trace = read(TRACE)
     sized = MODELS[written.shape].sized(trace, written.layers)
-    return from_config(written.shape, sized.configured(walk_for(sized, trace, None, STRETCH).vocabulary, written.quant))
+    return shape_of_config(written.shape, sized.configured(walk_for(sized, trace, None, STRETCH).vocabulary, written.quant))
 
 
 def sglang_parser() -> Callable[[list[str]], object] | None:

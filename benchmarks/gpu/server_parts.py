@@ -31,7 +31,7 @@ from benchmarks.serve import prompts_for
 from benchmarks.serve_client import Sizes
 from scripts.make_checkpoint import make_checkpoint
 from sglang_uvm_offload.residency.budget import MOST_BUFFERS
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 
 TRACE = Path(__file__).with_name("routing_trace.npz")
 CHUNK_TOKENS = 8192
@@ -202,7 +202,7 @@ def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
 def checkpoint(rows: Rows, written: Written) -> None:
     """Written once a machine; later parts find it."""
     start = time.perf_counter()
-    model = load(ensure_checkpoint(written, rows.small))
+    model = shape_of(ensure_checkpoint(written, rows.small))
     seconds = time.perf_counter() - start
     rows.put("checkpoint", "GB", [model.total_bytes / 1e9], seconds=seconds)
     rows.put("checkpoint_experts", "GB", [model.expert_bytes / 1e9], layers=len(model.moe_layers), experts=model.num_experts)
@@ -233,9 +233,9 @@ def serve_part(rows: Rows, served: Served) -> None:
             start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
             point_seconds=60,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
-            served=partial(put_cell, rows, Path(out), load(model).total_bytes / 2**30),
+            served=partial(put_cell, rows, Path(out), shape_of(model).total_bytes / 2**30),
         )
-        head = serve_run.describe(run, load(model))
+        head = serve_run.describe(run, shape_of(model))
         rows.put("run", "", [], run={name: value for name, value in head.items() if name != "rows"})
         serve_run.run(run, head)
     rows.cut_short |= any(serve_run.NO_TIME in serve_run.reasons(row) for row in run.rows)

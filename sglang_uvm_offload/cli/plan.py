@@ -16,9 +16,8 @@ from sglang_uvm_offload.sizing import hub, planner
 from sglang_uvm_offload.sizing.architectures import unserved_note
 from sglang_uvm_offload.sizing.case import Case
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.conversion import Conversion, conversion
 from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
-from sglang_uvm_offload.sizing.engine_shape import load_any
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
@@ -36,7 +35,6 @@ from sglang_uvm_offload.sizing.lookup_tables import (
 from sglang_uvm_offload.sizing.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.sizing.measured_link import with_measured_link
 from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.quantization import contradiction
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 MAX_COUNT = (1 << 31) - 1
@@ -48,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="a checkpoint folder, a config.json (or a JSON object with it under 'config'), or a Hugging Face id (only "
-        "metadata is downloaded)",
+        "its configuration is downloaded)",
     )
     machine = parser.add_argument_group("machine", "default: this machine")
     machine.add_argument(
@@ -93,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--quantization",
         metavar="METHOD",
-        help="SGLang's flag: the method that the checkpoint states, or one that SGLang converts it to",
+        help="SGLang's flag: the method that the checkpoint states, or one that SGLang makes of it as it loads",
     )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
@@ -139,13 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Returns 0 if the model fits, 1 if it does not, 2 for invalid arguments."""
     try:
-        model, unseen = _model(args.model)
         machine = _machine(args)
-        converted = _conversion(args.quantization, model)
-        if converted:
-            model = converted.applied(model)
-        elif wrong := contradiction(args.quantization, model.quantization, model.quantization_from):
-            raise CheckpointError(wrong)
+        model = _model(args.model, args.quantization)
     except (CheckpointError, MachineError) as error:
         complain(f"error: {error}")
         return 2
@@ -186,9 +179,6 @@ def run(args: argparse.Namespace) -> int:
         result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
     if unserved := unserved_note(model.architectures):
         result = dataclasses.replace(result, notes=(unserved, *result.notes))
-    for note in (str(converted or ""), unseen):
-        if note:
-            result = dataclasses.replace(result, notes=(note, *result.notes))
     say(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
@@ -213,29 +203,11 @@ def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str:
     return VRAM if args.ple_offload_embedding is False else BACKENDS[args.ple_offload_backend]
 
 
-def _conversion(method: str | None, model: CheckpointShape) -> Conversion | None:
-    """The conversion that ``--quantization`` asks for. A config alone does not show whether a ModelOpt checkpoint is
-    quantised."""
-    found = conversion(method, model.quantization)
-    certain = model.from_headers or not str(method).startswith("modelopt")
-    return found if found and found.known and certain else None
-
-
-def _model(name: str) -> tuple[CheckpointShape, str]:
-    """The model at a path or with a Hugging Face id, and what of it could not be read. Without the headers of its weights,
-    the config determines the tensors of most families."""
-    path = Path(name)
-    if path.exists() or not hub.is_id(name):
-        return load_any(path), ""
-    files = ModelFiles(name)
-    try:
-        return files.shape(), ""
-    except hub.Unseen as unseen:
-        file = hub.config_file(name)
-        try:
-            return dataclasses.replace(load_any(file), name=name), str(unseen)
-        except CheckpointError as unknown:
-            raise CheckpointError(f"{unseen} ({unknown})") from unknown
+def _model(name: str, quantization: str | None) -> CheckpointShape:
+    """The model at a path or with a Hugging Face id."""
+    if os.path.lexists(name) or not hub.is_id(name):
+        return shape_of(Path(name), quantization=quantization)
+    return shape_of(ModelFiles(name).config, name, quantization=quantization)
 
 
 def _machine(args: argparse.Namespace) -> Machine:

@@ -22,7 +22,7 @@ from sglang_uvm_offload.residency.budget import (
 from sglang_uvm_offload.residency.host_need import HostNeed
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.sizing.checkpoint_shape import LayerShape
-from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES, STATE_SHARE, STATES_OF_REQUEST
 from sglang_uvm_offload.sizing.lookup_tables import MANAGED
 from sglang_uvm_offload.sizing.machine import GIB
 from sglang_uvm_offload.sizing.plan import RankMemory
@@ -118,7 +118,7 @@ class Case(RankWeights):
             name=f"a rank of pipeline stage {stage}" if self.parallel.pp > 1 else "a rank",
             free=self.budget - self.plain_bytes[stage] - self.table_bytes(stage),
             cache=cache,
-            cache_of_requests=self._request_tables,
+            cache_of_requests=self._request_tables + (self._state_bytes(stage) if self.model.kv.state_layers else 0),
             least_cache=int(page * self.kv_token_bytes(stage)),
             experts=self.sizes(stage, ep_rank),
             buffer=self.stream_layer_bytes(stage),
@@ -161,13 +161,24 @@ class Case(RankWeights):
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
     def kv_bytes(self, stage: int) -> int:
-        """The KV cache that the workload needs, and the table of each request's slots."""
-        return int(self.kv_tokens * self.kv_token_bytes(stage)) + self._request_tables
+        """The KV cache that the workload needs, the states of its requests, and the table of each request's slots."""
+        return int(self.kv_tokens * self.kv_token_bytes(stage)) + self._state_bytes(stage) + self._request_tables
 
     @property
     def _request_tables(self) -> int:
         """4 bytes a token of context."""
-        return 4 * self.workload.requests_of_rank(self.parallel) * self.workload.context_length
+        return 4 * self._requests * self.workload.context_length
+
+    @property
+    def _requests(self) -> int:
+        return self.workload.requests_of_rank(self.parallel)
+
+    def _state_bytes(self, stage: int) -> int:
+        """SGLang divides what it has between states and cache at a fixed ratio, and keeps several states of each request."""
+        one = self.model.kv.state_bytes(self.stages[stage], self.parallel.attn_tp)
+        cache = self.kv_tokens * self.kv_token_bytes(stage)
+        least = (STATES_OF_REQUEST * self._requests + 1) * one
+        return int(max(STATE_SHARE * cache, least + least / STATE_SHARE - cache)) if one else 0
 
     # What a division takes
 

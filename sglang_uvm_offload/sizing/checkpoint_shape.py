@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors tell the planner: bytes by layer, and which of them are routed experts."""
+"""What the planner knows of a model: bytes by layer, and which of them are routed experts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ class LayerShape:
     feed_forward: int = 0
     """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
     replicated: int = 0
-    unknown: int = 0
-    """The part of ``replicated`` that is so only for want of a known name."""
     parameters: int = 0
     """Weights outside the routed experts."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.expert_bytes + self.attention + self.keys_values + self.feed_forward + self.replicated
 
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """The planner's view of a model, with bytes as in the checkpoint."""
+    """A model as SGLang's class for it holds it: bytes of all ranks together."""
 
     name: str
-    from_headers: bool
     num_layers: int
     num_experts: int
     top_k: int
@@ -55,8 +56,6 @@ class CheckpointShape:
     embedding: int
     head: int
     other: int
-    draft_vocabulary: int
-    """The draft layers' copies of embedding and head, which a server does not keep."""
     total_bytes: int
     total_parameters: int
     expert_parameters: int
@@ -82,10 +81,6 @@ class CheckpointShape:
     tower_parameters: int = 0
     """Of towers for images and sounds."""
     embedding_parameters: int = 0
-    quantization_from: str = ""
-    """The file that decided the quantisation."""
-    notes: tuple[str, ...] = ()
-    """What was counted without being understood."""
     tables: tuple[LookupTable, ...] = ()
     """Of which a token reads a few rows; in none of the other sums but the totals."""
 

@@ -1,5 +1,5 @@
-"""A program that asks the Hugging Face Hub about a model, and prints the answer as JSON: ``config NAME REVISION CACHE`` or
-``headers NAME REVISION CACHE``, with "" for the default revision.
+"""A program that downloads a model's config.json from the Hugging Face Hub, and prints its path as JSON:
+``NAME REVISION CACHE``, with "" for the default revision.
 
 It runs as a process of its own, which ``hub`` can end: a server may send without end, and slowly.
 """
@@ -12,25 +12,22 @@ import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
-from sglang_uvm_offload.sizing.hub import CONFIG, HEADERS, Unseen, unread
-from sglang_uvm_offload.sizing.quantization import BESIDE, quantization_of
-from sglang_uvm_offload.sizing.safetensors_header import DTYPE_BITS, MAX_JSON_BYTES, CheckpointError, read_json
+from sglang_uvm_offload.sizing.engine_shape import BESIDE
+from sglang_uvm_offload.sizing.hub import Unseen, unread
+from sglang_uvm_offload.sizing.safetensors_header import MAX_JSON_BYTES, CheckpointError, read_json
 
 LONGEST_REASON = 200
-Tensors = list[tuple[str, str, list[int]]]
 
 
 def main() -> None:
-    what, name, revision, os.environ["HF_HUB_CACHE"] = sys.argv[1:]
+    name, revision, os.environ["HF_HUB_CACHE"] = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_JSON_BYTES, MAX_JSON_BYTES))  # of any file, however it is downloaded
     try:
-        found = config(name, revision or None) if what == CONFIG else headers(name, revision or None)
-        answer: dict[str, str | Tensors] = {what: found}
-    except Unseen as unseen:
+        answer = {"config": config(name, revision or None)}
+    except CheckpointError as unseen:
         answer = {"unseen": str(unseen)}
-    except CheckpointError as error:
-        answer = {"error": str(error)}
     print(json.dumps(answer))
 
 
@@ -42,13 +39,13 @@ def config(name: str, revision: str | None) -> str:
     try:
         found = hf_hub_download(name, "config.json", revision=revision)
     except Exception as error:  # HTTP, offline mode, a gated model, the cache's disk: the same step helps
-        raise unread(CONFIG, name, _reason(error)) from error
+        raise unread(name, _reason(error)) from error
     try:
         hf_hub_download(name, BESIDE, revision=revision)
     except Exception as error:  # as above
         absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         absent = absent or try_to_load_from_cache(name, BESIDE, revision=revision) is _CACHED_NO_EXIST
-        if not absent and not quantization_of(read_json(Path(found))):
+        if not absent and not _states_quantization(read_json(Path(found))):
             raise Unseen(
                 f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read "
                 f"from the Hugging Face Hub ({_reason(error)}); run hf download {name} --include '*.json' --local-dir DIR "
@@ -57,23 +54,11 @@ def config(name: str, revision: str | None) -> str:
     return str(found)
 
 
-def headers(name: str, revision: str | None) -> Tensors:
-    """Name, type and shape of each tensor of the model's safetensors files."""
-    from huggingface_hub import get_safetensors_metadata
-
-    try:
-        found = get_safetensors_metadata(name, revision=revision)
-    except Exception as error:  # as above, and for a model without safetensors files
-        raise unread(HEADERS, name, _reason(error)) from error
-    tensors = [
-        (key, str(one.dtype), list(one.shape))
-        for file, held in sorted(found.files_metadata.items())
-        for key, one in held.tensors.items()
-        if found.weight_map.get(key) == file
-    ]
-    if unknown := {dtype for _, dtype, _ in tensors} - DTYPE_BITS.keys():
-        raise CheckpointError(f"{name}: has tensors of type {min(unknown)}, whose size is unknown")
-    return tensors
+def _states_quantization(config: dict[str, Any]) -> bool:
+    """In one of SGLang's places (``resolve_checkpoint_quant_spec``)."""
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    return any(part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
 
 
 def _reason(error: Exception) -> str:

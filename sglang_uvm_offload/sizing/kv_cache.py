@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from sglang_uvm_offload.sizing.attention_layers import Kept, kept
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 
 DTYPE_BYTES = {"bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """The supported values of ``--kv-cache-dtype``; ``auto`` is the model's own two-byte type."""
 
 WINDOW_RATIO = 0.8
 """The default of ``--swa-full-tokens-ratio``: slots of a sliding-window layer for each slot of a full one."""
+
+STATE_SHARE, STATES_OF_REQUEST = 0.9, 3
+"""SGLang's default of ``--mamba-full-memory-ratio``, the memory of states by that of the KV cache, and how many states it keeps
+of a running request for its radix cache (``MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO``)."""
 
 INDEX_BLOCK = 128
 """Index keys that share a scale of four bytes (``DSATokenToKVPool.quant_block_size``)."""
@@ -41,9 +40,13 @@ class KvShape:
     window_dim: int = 0
     """Of these layers, where they differ: heads, and elements of a head's key and value together."""
     state_layers: frozenset[int] = frozenset()
-    """Decoder layers with linear attention or Mamba, which keep a state for each request and no keys (``linear_state``)."""
+    """Decoder layers with linear attention or Mamba, which keep a state for each request and no keys."""
     empty_layers: frozenset[int] = frozenset()
     """Decoder layers without attention, which keep nothing."""
+    layer_state_bytes: int = 0
+    """The state of one request in one of ``state_layers``, undivided."""
+    attentions: int = 1
+    """Caches of one decoder layer: LongCat's have two."""
 
     def layer_bytes(self, attn_tp: int, itemsize: int) -> int:
         """Bytes for one token in one layer on one rank, if ``attn_tp`` ranks share the attention. Each rank holds at least one
@@ -83,63 +86,13 @@ class KvShape:
             return indexed * index * context + full * (one - index) * min(context, self.index_topk)
         return one * full * context + windowed * self.window_bytes(attn_tp, itemsize) * min(context, self.window)
 
+    def state_bytes(self, layers: range, attn_tp: int) -> int:
+        """Bytes of the state that ``layers`` keep of one request on one rank."""
+        return len(self.state_layers.intersection(layers)) * -(-self.layer_state_bytes // attn_tp)
+
     def _full(self, layers: range) -> int:
-        """How many of ``layers`` keep all tokens."""
-        return len(set(layers) - self.window_layers - self.state_layers - self.empty_layers)
+        """How many caches of ``layers`` keep all tokens."""
+        return self.attentions * len(set(layers) - self.window_layers - self.state_layers - self.empty_layers)
 
     def _index_bytes(self) -> int:
         return self.index_dim + self.index_dim // INDEX_BLOCK * 4
-
-
-_SIZES = (
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers", "v_head_dim"),
-    *("kv_lora_rank", "qk_rope_head_dim", "index_head_dim", "index_topk", "sliding_window", "attention_chunk_size"),
-    *("global_head_dim", "num_global_key_value_heads"),
-)
-
-
-def kv_shape(config: Mapping[str, Any]) -> KvShape:
-    """The shape described by a text config."""
-    sizes = {name: config.get(name) or 0 for name in _SIZES}
-    wrong = [name for name, value in sizes.items() if not isinstance(value, int) or isinstance(value, bool) or value < 0]
-    if wrong or not sizes["num_attention_heads"]:
-        raise CheckpointError(f"the config's {wrong[0] if wrong else 'num_attention_heads'} is not a size")
-    layers = kept(config, sizes["num_hidden_layers"])
-    window = sizes["sliding_window"] or sizes["attention_chunk_size"]
-    head_dim = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-    heads = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
-    full_dim, full_heads = sizes["global_head_dim"] or head_dim, sizes["num_global_key_value_heads"] or heads
-    own = (full_dim, full_heads) != (head_dim, heads)
-    return KvShape(
-        heads=full_heads,
-        head_dim=full_dim,
-        value_dim=full_dim if sizes["kv_lora_rank"] or own else sizes["v_head_dim"] or full_dim,
-        latent=sizes["kv_lora_rank"],
-        rope=sizes["qk_rope_head_dim"],
-        index_dim=sizes["index_head_dim"],
-        index_topk=sizes["index_topk"],
-        shared_index_layers=_sharing(config, sizes["num_hidden_layers"]) if sizes["index_head_dim"] else frozenset(),
-        window=window,
-        window_layers=_those(layers, "window") if window else frozenset(),
-        window_heads=heads if own else 0,
-        window_dim=2 * head_dim if own else 0,
-        state_layers=_those(layers, "state"),
-        empty_layers=_those(layers, "nothing"),
-    )
-
-
-def _those(layers: list[Kept], kind: Kept) -> frozenset[int]:
-    return frozenset(index for index, each in enumerate(layers) if each == kind)
-
-
-def _sharing(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """The layers that have no index of their own (SGLang 0.5.23, ``dsa_layer_skips_topk``)."""
-    if isinstance(types := config.get("indexer_types"), list):
-        return frozenset(index for index, kind in enumerate(types[:layers]) if kind == "shared")
-    if isinstance(pattern := config.get("index_topk_pattern"), str):
-        return frozenset(index for index, letter in enumerate(pattern[:layers]) if letter == "S")
-    every = config.get("index_topk_freq") or 1
-    if not isinstance(every, int) or every < 1:
-        raise CheckpointError(f"the config's index_topk_freq is {every!r}, not a number of layers")
-    first = config.get("index_skip_topk_offset") or 2
-    return frozenset(index for index in range(layers) if max(index - first + 1, 0) % every)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.sizing.inputs import Parallel
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 from sglang_uvm_offload.units import size
 
 VRAM, PINNED, REGISTERED, FILE = "VRAM", "pinned host RAM", "registered host RAM", "a file"
@@ -94,15 +92,6 @@ def kind_of(name: str) -> str | None:
     """The kind of table that a tensor belongs to by its name, None for any other tensor."""
     found = _NAMES.search(name) if _WORD in name else None
     return found.lastgroup if found else None
-
-
-def tables_of(tensors: Iterable[tuple[int, TensorInfo]]) -> tuple[LookupTable, ...]:
-    """The tables among tensors, each with its decoder layer (0 outside layers)."""
-    sums: Counter[tuple[int, str]] = Counter()
-    for layer, tensor in tensors:
-        if kind := kind_of(tensor.name):
-            sums[layer, kind] += tensor.nbytes
-    return tuple(LookupTable(kind, layer, nbytes) for (layer, kind), nbytes in sorted(sums.items()))
 
 
 def offloaded_by(tables: Iterable[LookupTable]) -> str:

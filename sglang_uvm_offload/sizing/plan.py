@@ -161,7 +161,6 @@ class Plan:
     draft_parameters: int = 0
     quantization: str = ""
     """SGLang's name of the method, ``none`` without one."""
-    quantization_from: str = ""
     """What decided it."""
     slots: int = 0
     """Of each layer."""

@@ -85,7 +85,7 @@ def _setup(plan: Plan) -> str:
             ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
             ("", _parameters(plan)),
             ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
-            ("", f"quantisation: {plan.quantization}, by {plan.quantization_from}"),
+            ("", f"quantisation: {plan.quantization}"),
             ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
             ("ranks", ranks),
             (

@@ -73,7 +73,6 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
         shared_parameters=model.shared_parameters,
         draft_parameters=model.draft_parameters,
         quantization=model.quantization,
-        quantization_from=model.quantization_from,
         assumptions=case.assumed,
     )
     if misshapen := shape_problems(case):
@@ -98,7 +97,7 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
         tables_in=case.tables_in if model.tables else "",
         tables_host=case.table_host_bytes,
         host_needed=case.host_need(division).total,
-        notes=(*model.notes, *_notes(case)),
+        notes=tuple(_notes(case)),
         problems=problems,
     )
     if problems:
@@ -146,16 +145,11 @@ def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tu
 def _notes(case: Case) -> list[str]:
     """Of any division."""
     out = [note] if (note := table_note(case.model.tables, case.tables_in, case.machine.one_memory)) else []
-    states = len(case.model.kv.state_layers)
-    if states:
-        out.append(f"{states} layers have linear attention or Mamba: the state that they keep of each request is not counted")
     if case.parallel.ranks < case.machine.gpus:
         p, gpus = case.parallel, case.machine.gpus
         ranks = f"tensor parallelism over {p.tp}" + (f", {p.pp} pipeline stages" if p.pp > 1 else "")
         ranks += f", {p.replicas} replicas" if p.replicas > 1 else ""
         out.append(f"{p.ranks} of {gpus} GPUs are used ({ranks}); the others stay idle")
-    if not case.model.from_headers:
-        out.append("bytes are derived from the config; give the checkpoint's folder to read them from its headers")
     return out
 
 

@@ -58,7 +58,7 @@ class RankWeights(GrantedVram):
     def expert_tensors(self, layer: LayerShape) -> Iterator[tuple[int, bool]]:
         """(bytes of one expert on one rank, whether its experts are placed separately) for each expert tensor of the layer."""
         for part in layer.experts:
-            padded = part.nbytes * self._padding() if part.name.endswith((".blocks", ".scales")) else part.nbytes
+            padded = part.nbytes if part.name.endswith("bias") else part.nbytes * self._padding()
             nbytes = -(-int(padded) // (self.parallel.moe_tp if part.split else 1))
             yield nbytes, nbytes >= PAGE_BYTES
 

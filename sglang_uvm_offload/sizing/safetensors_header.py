@@ -23,12 +23,6 @@ DTYPE_BITS = {
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
 }
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Of a model's weights, by torch's names."""
-
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""The types of weights that are not quantised."""
-
 
 class CheckpointError(ValueError):
     """A checkpoint or config that cannot be read or planned for. The message has the reason."""
@@ -38,7 +32,7 @@ class CheckpointError(ValueError):
 
 
 class NoExperts(CheckpointError):
-    """A dense model, by its config and by its tensors."""
+    """A dense model."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from typing import Any
 
 from builders.true_shape import checkpoint, config_folder, write
 
-from sglang_uvm_offload.sizing.config_tensors import tensors_of
-from sglang_uvm_offload.sizing.quantization import read_config
+from scripts.config_tensors import read_config, tensors_of
 from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
-from sglang_uvm_offload.sizing.text_config import text_config
 
 _EXPERT = re.compile(r"(.*\.experts\.\d+\.)(\w+)\.weight$")
 
@@ -52,7 +50,7 @@ def released_checkpoint(model: str, out: Path) -> Path:
 def tensors_of_folder(folder: Path) -> list[TensorInfo]:
     """Of the model that ``folder`` configures, by our rules or by transformers' class."""
     with contextlib.suppress(CheckpointError):
-        return list(tensors_of(text_config(read_config(folder / "config.json"))))
+        return list(tensors_of(read_config(folder)))
     try:
         return list(_by_transformers(folder))
     except Exception as error:  # of any type, for a configuration that its class does not suit
@@ -76,7 +74,7 @@ def _by_transformers(folder: Path) -> Iterator[TensorInfo]:
         # LongCat's class has a row for each expert that computes nothing, of which its files have none.
         if expert is None or f"{expert[1]}down_proj.weight" in state or not expert[2].startswith(("gate", "up")):
             yield tensor
-    yield from _draft_layer(text_config(read_config(folder / "config.json")), tensors)
+    yield from _draft_layer(read_config(folder), tensors)
 
 
 def _draft_layer(config: dict[str, Any], tensors: list[TensorInfo]) -> Iterator[TensorInfo]:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions
 from sglang_uvm_offload.sizing.machine import GIB
 
@@ -20,7 +20,7 @@ def fraction(folder: Path, residents: int, tokens: int, beside: int = 0, layers:
     weights take.
 
     Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
-    shape = load(folder)
+    shape = shape_of(folder)
     blocks = layers * (math.ceil(residents / 4) + math.ceil(residents / 8))
     cache = tokens * layers * LAYER_TOKEN_BYTES + CONTEXT * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20) + beside

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from sglang_uvm_offload.sizing.config_tensors import tensors_of
-from sglang_uvm_offload.sizing.quantization import read_config
+from scripts.config_tensors import read_config, tensors_of
 from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
-from sglang_uvm_offload.sizing.text_config import text_config
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 SHARD_BYTES = 5 << 30
@@ -28,7 +26,7 @@ def checkpoint(model: str, out: Path, tensors: Iterable[TensorInfo] | None = Non
     """``out``, with the published configuration of ``model`` and a checkpoint of ``tensors``: without them, those that follow
     from the configuration."""
     shutil.copytree(config_folder(model), out)
-    written = list(tensors_of(text_config(read_config(out / "config.json"))) if tensors is None else tensors)
+    written = list(tensors_of(read_config(out)) if tensors is None else tensors)
     write(out, written)
     return out
 

@@ -15,7 +15,7 @@ from standin.rehearse import ROOT, environment, failures
 
 from benchmarks import model, serve_client
 from benchmarks.link_rates import Rates
-from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing.engine_shape import shape_of_config
 
 
 def cell(contender: str, **more: Any) -> dict[str, Any]:
@@ -81,6 +81,6 @@ def test_servers_run_on_the_device_that_is_played(tmp_path: Path) -> None:
     assert offload["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
     assert min(offload[name] for name in ("zero_copy_bytes", "streamed_bytes", "moves")) > 0
     record = run | {"rows": cells, "measured": True}
-    shape = from_config(run["model"]["name"], run["model"]["config"])
+    shape = shape_of_config(run["model"]["name"], run["model"]["config"])
     found = model.compare(record, shape, Rates(50.0, 50.0, 50.0), model.machine_of(record))
     assert ("prefill", "streamed") in {(each.kind, each.way) for each in found}, "the cost model takes the server as it was"

@@ -1,21 +1,30 @@
-"""Published configurations by SGLang's own classes: what they hold is what their publishers state, and the page says so."""
+"""Models by SGLang's own classes: they hold what their files hold, and what their publishers state; and the page says so."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from builders import shapes as recorded_shapes
 from builders.hostile import Hostile
+from builders.released import released_tensors
+from builders.shapes import asking_sglang
 from builders.true_shape import CONFIGS, config_folder
+from checkpoints import Checkpoints
+from safetensors import safe_open
 
 from benchmarks import model_sizes
+from scripts.config_tensors import read_config, tensors_of
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing import engine_shape
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shapes_by_engine
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_json
+from sglang_uvm_offload.sizing.engine_shape import shape_of, shapes_of
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts, TensorInfo, read_json
 
 SAMPLE = (
     *("Qwen/Qwen3.5-35B-A3B", "MiniMaxAI/MiniMax-M2.5", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "openai/gpt-oss-20b"),
@@ -24,15 +33,88 @@ SAMPLE = (
 )
 
 
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CheckpointShape]:
-    with pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module", autouse=True)
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is recorded, or kept by earlier tests."""
+    with asking_sglang(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        folders = {model: config_folder(model) for model in SAMPLE}
-        made = dict(zip(SAMPLE, shapes_by_engine(folders), strict=True))
-        patch.setattr("sglang_uvm_offload.sizing.engine_shape.PROGRAM", "no.such.program")
-        assert made == dict(zip(SAMPLE, shapes_by_engine(folders), strict=True)), "it is kept"
+        yield
+
+
+@pytest.fixture(scope="module")
+def shapes(fresh: None) -> dict[str, CheckpointShape]:
+    folders = {model: config_folder(model) for model in SAMPLE}
+    made = dict(zip(SAMPLE, shapes_of(folders), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_shape, "PROGRAM", "no.such.program")
+        assert made == dict(zip(SAMPLE, shapes_of(folders), strict=True)), "it is kept"
     return made
+
+
+# Against the tensors of files
+
+
+_NONE = re.compile(r"gate\.weight|^mtp\.|vision")
+
+
+def experts_by_layer(tensors: Iterable[TensorInfo]) -> dict[int, int]:
+    """Bytes, by the names of tensors, of layers that are numbered after the others if they draft."""
+    found: Counter[int] = Counter()
+    for tensor in tensors:
+        if (layer := re.search(r"layers\.(\d+)\.(?!.*shared).*experts", tensor.name)) and not _NONE.search(tensor.name):
+            found[int(layer[1])] += tensor.nbytes
+    return dict(found)
+
+
+def in_file(folder: Path) -> list[TensorInfo]:
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it has no other iterator
+    return [TensorInfo(name, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()]
+
+
+MADE = (
+    *((family, {}) for family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")),
+    ("qwen3_moe", {"quant": "fp8"}),
+)
+
+
+def test_experts_take_the_bytes_of_their_files_in_each_layer(checkpoints: Checkpoints) -> None:
+    folders = [checkpoints(family, **options) for family, options in MADE]
+    for folder, shape in zip(folders, shapes_of({str(folder): folder for folder in folders}), strict=True):
+        config, held = read_config(folder), in_file(folder)
+        layers = (*shape.layers, *shape.draft_layers)
+        within = 0.006 if "gpt_oss" in config["model_type"] else 0  # whose biases SGLang keeps in float32
+        found = {layer.index: layer.expert_bytes for layer in layers if layer.experts}
+        assert found == pytest.approx(experts_by_layer(held), rel=within, abs=0), folder
+        copies = [each for each in held if f"layers.{config['num_hidden_layers']}." in each.name]
+        twice = sum(each.nbytes for each in copies if re.search(r"embed_tokens|shared_head\.head", each.name))
+        stored = sum(each.nbytes for each in held) - twice
+        assert shape.total_bytes == pytest.approx(stored, rel=0.03), "some small weights are kept in float32"
+
+
+def tensors_in(model: str) -> list[TensorInfo]:
+    """Of a published model, by the names of its files."""
+    folder = config_folder(model)
+    try:
+        return list(tensors_of(read_config(folder)))
+    except CheckpointError:
+        return list(released_tensors(model))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-20b", "nvidia/Qwen3-235B-A22B-NVFP4"),
+        *("Qwen/Qwen3.5-35B-A3B", "google/gemma-4-26B-A4B"),
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    ],
+)
+def test_experts_of_published_models_take_the_bytes_of_their_files(model: str, shapes: dict[str, CheckpointShape]) -> None:
+    shape, held = shapes[model], tensors_in(model)
+    stated = experts_by_layer(held)
+    for layer in shape.layers:
+        assert layer.expert_bytes == pytest.approx(stated.get(layer.index, 0), rel=1e-4), layer.index
 
 
 @pytest.mark.nightly
@@ -41,37 +123,6 @@ def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, Check
     row = model_sizes.row(model, shapes[model])
     assert row.line() in model_sizes.OUT.read_text()
     assert abs(row.difference) <= model_sizes.WITHIN or model == "moonshotai/Kimi-Linear-48B-A3B-Instruct"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-20b"])
-def test_sglangs_class_and_the_rules_say_the_same(model: str, shapes: dict[str, CheckpointShape]) -> None:
-    """Of families that have both: experts to the byte but for scales, which SGLang holds apart for a layer; weights to 1 %."""
-    built, ruled = shapes[model], from_config(model, read_json(config_folder(model) / "config.json"))
-    for one in (
-        "num_layers",
-        "num_experts",
-        "top_k",
-        "context_length",
-        "hidden_size",
-        "expert_size",
-        "heads",
-        "kv",
-        "scale_block",
-    ):
-        assert getattr(built, one) == getattr(ruled, one), one
-    assert built.moe_layers == ruled.moe_layers
-    for one in ("expert_bytes", "total_bytes", "active_parameters", "embedding", "head", "expert_parameters"):
-        assert getattr(built, one) == pytest.approx(getattr(ruled, one), rel=0.01), one
-    for mine, theirs in zip(built.layers, ruled.layers, strict=True):
-        parts = {part.name: part for part in mine.experts}
-        for part in theirs.experts:
-            if part.name.endswith("weight"):
-                assert parts[part.name].split == part.split
-                assert parts[part.name].nbytes == pytest.approx(part.nbytes, rel=0.07)  # gpt-oss keeps scales in tensors beside
-        assert mine.attention + mine.keys_values == pytest.approx(theirs.attention + theirs.keys_values, rel=0.01)
-        assert mine.keys_values == pytest.approx(theirs.keys_values, rel=0.01)
-        assert mine.feed_forward == pytest.approx(theirs.feed_forward, rel=0.01)
 
 
 @pytest.mark.nightly
@@ -109,26 +160,88 @@ def test_plan_prints_what_a_model_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the folder of a checkpoint that holds code under the names of libraries, of which none runs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hostile = Hostile(tmp_path / "model")
     shutil.copy(config_folder("Qwen/Qwen3-Next-80B-A3B-Thinking") / "config.json", hostile.folder)
     monkeypatch.chdir(hostile.folder)
     assert main(["plan", "config.json", "--machine", "1xH200", "--json"]) == 0
     assert hostile.ran == []
-    planned = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [engine_shape.PROGRESS]
+    planned = json.loads(printed.out)
     assert planned["total_parameters"] == pytest.approx(80e9, rel=0.02)
     assert planned["active_parameters"] == pytest.approx(3.9e9, rel=0.02)
     assert planned["shared_parameters"] == pytest.approx(48 * 3 * 2048 * 512, rel=0.001)
     assert (planned["num_experts"], planned["top_k"], planned["moe_layers"]) == (512, 10, 48)
 
 
-def test_what_sglang_does_not_build_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = read_json(config_folder("Qwen/Qwen3.5-35B-A3B") / "config.json") | {"architectures": ["NoSuchModel"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"SGLang does not build the model: .*NoSuchModel"):
-        shapes_by_engine({"it": tmp_path})
-    assert not list(tmp_path.rglob("shapes/*")), "an error may pass"
+def test_what_sglang_does_not_build_is_refused_with_its_reason(tmp_path: Path) -> None:
+    """One process builds all; a hostile one ends in an error of its own."""
+    config = read_json(config_folder("Qwen/Qwen3.5-35B-A3B") / "config.json")
+    qwen3 = read_json(config_folder("Qwen/Qwen3-30B-A3B") / "config.json")
+    quantized = {"quant_method": "fp8", "weight_block_size": [128]}
+    cases = {
+        "class": (config | {"architectures": ["NoSuchModel"]}, "NoSuchModel"),
+        "dense": (qwen3 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "has no routed experts"),
+        "huge": (qwen3 | {"hidden_size": 1 << 62}, "SGLang does not build the model: "),
+        "more than huge": (qwen3 | {"vocab_size": 10**40}, "SGLang does not build the model: "),
+        "negative": (qwen3 | {"moe_intermediate_size": -64}, "SGLang does not build the model: "),
+        "types": (qwen3 | {"num_attention_heads": "many"}, "SGLang does not build the model: "),
+        "lists": (qwen3 | {"hidden_size": [2048]}, "SGLang does not build the model: "),
+        "quantized": (qwen3 | {"quantization_config": quantized}, "SGLang does not build the model: "),
+        "memory": (qwen3 | {"layer_types": ["full_attention"] * 10**6}, "SGLang does not build the model: "),
+    }
+    for name, (values, _) in cases.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    asked = [{**engine_shape._files(tmp_path / name), "arguments.json": "{}"} for name in cases]
+    for line, (name, (_, reason)) in zip(engine_shape._run(asked), cases.items(), strict=True):
+        refusal = engine_shape._refusal(json.loads(line))
+        assert reason in str(refusal), name
+        assert isinstance(refusal, NoExperts) == (name == "dense")
+
+
+# What a launch changes
+
+
+def test_a_launch_holds_what_its_arguments_make_of_the_model(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoints("qwen3_moe")
+    plain, fp8 = shape_of(folder), shape_of(folder, quantization="fp8")
+    assert (plain.quantization, fp8.quantization) == ("none", "fp8")
+    scales = 2 * plain.num_experts * len(plain.moe_layers) * 4
+    assert plain.expert_bytes / 2 < fp8.expert_bytes <= plain.expert_bytes / 2 + 2 * scales
+    assert fp8.total_parameters == plain.total_parameters
+    assert shape_of(folder, dtype="float32").expert_bytes == 2 * plain.expert_bytes
+    fewer = shape_of(folder, model_override_args='{"num_hidden_layers": 2}')
+    assert fewer.layers == plain.layers[:2]
+    with pytest.raises(
+        CheckpointError, match="SGLang does not build the model: ValueError: Cannot find the config file for awq"
+    ):
+        shape_of(folder, quantization="awq")
+    with pytest.raises(CheckpointError, match="Unknown quantization method: nothing"):
+        shape_of(folder, quantization="nothing")
+
+
+@pytest.mark.nightly
+def test_a_method_that_the_files_state_changes_nothing_and_another_is_sglangs_error() -> None:
+    packed = config_folder("nvidia/Qwen3-235B-A22B-NVFP4")
+    assert shape_of(packed).layers == shape_of(packed, quantization="modelopt_fp4").layers
+    fp8 = config_folder("Qwen/Qwen3-30B-A3B-FP8")
+    with pytest.raises(CheckpointError, match=r"\(fp8\) does not match the quantization method specified"):
+        shape_of(fp8, quantization="awq")
+    converted = shape_of(fp8, quantization="modelopt_fp4")
+    assert converted.expert_bytes == pytest.approx(48 * 128 * 3 * 2048 * 768 * 4.5 / 8, rel=0.001)
+    assert converted.layers[0].attention == shape_of(fp8).layers[0].attention, "of the others none is converted"
+
+
+@pytest.mark.nightly
+def test_what_is_recorded_is_what_sglang_says() -> None:
+    """All that other tests read of ``fixtures/shapes.json`` for published configurations."""
+    paths = [*(path for path in CONFIGS.iterdir() if path.is_dir()), *CONFIGS.with_name("models").glob("*.json")]
+    files = [{**engine_shape._files(path), "arguments.json": "{}"} for path in sorted(paths)]
+    recorded = [(each, line) for each in files if (line := recorded_shapes.recorded(engine_shape._key(each)))]
+    assert len(recorded) >= 8
+    for (_, line), now in zip(recorded, engine_shape._run([each for each, _ in recorded]), strict=True):
+        assert json.loads(line) == json.loads(now)
 
 
 @pytest.mark.nightly

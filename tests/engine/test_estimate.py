@@ -121,7 +121,8 @@ def test_one_memory_of_gpu_and_host_is_counted_once(estimated: Estimated) -> Non
 def test_what_changes_the_checkpoint_is_estimated_as_it_becomes(estimated: Estimated) -> None:
     ways = ((), ("--json-model-override-args", '{"num_hidden_layers": 2}'), ("--quantization", "fp8"))
     whole, fewer, converted = (estimated(*words, num_resident=0, room=0.5).offloaded_bytes for words in ways)
-    assert (fewer, converted) == (whole * 2 // LAYERS, whole // 2)
+    assert fewer == whole * 2 // LAYERS
+    assert whole // 2 <= converted < whole // 2 + (1 << 21)
 
 
 def test_a_number_of_redundant_experts_too_is_estimated(estimated: Estimated) -> None:
@@ -146,11 +147,10 @@ def test_drafts_of_the_checkpoint_take_vram_and_those_of_another_are_not_counted
     assert other.facts[0].startswith("estimated: 8 of 16"), "its ranks count it once it is built"
 
 
-def test_files_that_cannot_be_read_are_told(estimated: Estimated, model: Path, tmp_path: Path) -> None:
-    bare = shutil.copytree(model, tmp_path / "bare")
-    (bare / "model.safetensors").write_bytes(bytes(20))
-    (doubt,) = estimated(path=bare).doubts
-    assert doubt.startswith(f"{N} auto is not estimated: ")
+def test_weights_in_another_form_are_estimated_alike(estimated: Estimated, model: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    (bare / "pytorch_model.bin").write_bytes(bytes(20))
+    assert estimated(path=bare) == estimated()
 
 
 def test_a_profile_of_another_model_is_told(estimated: Estimated, tmp_path: Path) -> None:

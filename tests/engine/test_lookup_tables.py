@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from arguments import Arguments
-from builders.true_shape import config_folder, write
+from builders.true_shape import config_folder
 from launches import launched
 from nursery import Nursery
 from sglang.srt.arg_groups.overrides import model_config_of
@@ -25,10 +25,9 @@ from sglang_uvm_offload.plugin.launch import estimate, lookup_tables, ranks
 from sglang_uvm_offload.plugin.launch.estimate import Estimate
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_by_engine
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM
 from sglang_uvm_offload.sizing.machine import GIB
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 pytestmark = pytest.mark.since("0.5.23", "models with such tables are newer")
 
@@ -41,10 +40,8 @@ QWEN3 = config_folder("Qwen/Qwen3-30B-A3B")
 
 
 @pytest.fixture(scope="module")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> CheckpointShape:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return shape_by_engine(FOLDER)
+def shape() -> CheckpointShape:
+    return shape_of(FOLDER)
 
 
 def test_sglangs_class_has_the_published_table(shape: CheckpointShape) -> None:
@@ -55,11 +52,10 @@ def test_sglangs_class_has_the_published_table(shape: CheckpointShape) -> None:
     assert shape.total_parameters > ROWS * 160
 
 
-def test_longcats_table_is_that_of_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longcats_table_is_that_of_its_class() -> None:
     """Twelve tables of 78 x 131,072 rows and a few; SGLang itself gives the configuration these names."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = '{"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}'
-    shape = shape_by_engine(FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite", overrides=names)
+    shape = shape_of(FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite", model_override_args=names)
     (table,) = shape.tables
     assert (table.kind, table.layer) == ("ngram", 0)
     assert table.nbytes == pytest.approx(12 * 78 * 131072 * 256 * 2, rel=1e-5)
@@ -82,22 +78,6 @@ def test_a_launch_keeps_the_table_where_sglangs_flags_say(
 ) -> None:
     given = cuda_arguments(*WORDS, *words)
     assert lookup_tables.tables_in(resolving_view(given), model_config_of(given), in_host=True) == place
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts, stacked, and the table in FP8 and as many parts as the publisher's, by the names that SGLang loads
-    (``Qwen4ExpForConditionalGeneration.load_weights``)."""
-    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("stored") / "model")
-    layers = "model.language_model.layers"
-    experts = {"gate_up_proj": (512, 2 * 640, 2560), "down_proj": (512, 2560, 640)}
-    tensors = [
-        TensorInfo(f"{layers}.{layer}.mlp.experts.{name}", "BF16", of) for layer in range(48) for name, of in experts.items()
-    ]
-    table = f"{layers}.1.ple.ple_embedding.ngram_embedding"
-    tensors += [TensorInfo(f"{table}.shard_{part}.weight", "F8_E4M3", (ROWS // 128, 160)) for part in range(128)]
-    write(folder, tensors)
-    return folder
 
 
 @pytest.fixture
@@ -126,14 +106,14 @@ IN_VRAM = "the lookup tables take {} of VRAM over the ranks that share them; {} 
     ],
 )
 def test_a_launch_is_estimated_with_its_table(
-    estimated: Callable[..., Estimate], stored: Path, words: tuple[str, ...], in_vram: bool, pinned: bool
+    estimated: Callable[..., Estimate], words: tuple[str, ...], in_vram: bool, pinned: bool
 ) -> None:
-    """On two ranks, each of which pins 32 GiB for its 24, beside 169 GiB of experts."""
-    found = estimated(stored, asked("vram"), *words)
+    """On two ranks, each of which pins 64 GiB for its 48, beside 169 GiB of experts."""
+    found = estimated(FOLDER, asked("vram"), *words)
     assert found.doubts == []
-    assert (IN_VRAM.format("47.68 GiB", "--ple-offload-embedding") in found.facts) == in_vram
-    short = estimated(stored, asked("vram"), *words, host=200 * GIB).doubts
-    assert ["(64.00 GiB of it for lookup tables)" in doubt for doubt in short] == [True] * pinned
+    assert (IN_VRAM.format("95.37 GiB", "--ple-offload-embedding") in found.facts) == in_vram
+    short = estimated(FOLDER, asked("vram"), *words, host=260 * GIB).doubts
+    assert ["(128.00 GiB of it for lookup tables)" in doubt for doubt in short] == [True] * pinned
 
 
 LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
@@ -143,22 +123,10 @@ FLAG = "--expert-offload-config lookup_tables"
 
 @pytest.fixture(scope="module")
 def longcat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Experts and tables, by the names that SGLang loads (``LongcatFlashForCausalLM.load_weights``)."""
+    """By the names that SGLang itself gives the configuration."""
     folder = shutil.copytree(LITE, tmp_path_factory.mktemp("longcat") / "model")
     names = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
     (folder / "config.json").write_text(json.dumps(json.loads((LITE / "config.json").read_text()) | names))
-    shapes = {"gate_proj": (1024, 3072), "up_proj": (1024, 3072), "down_proj": (3072, 1024)}
-    tensors = [
-        TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", "BF16", of)
-        for layer in range(14)
-        for expert in range(256)
-        for name, of in shapes.items()
-    ]
-    tensors += [
-        TensorInfo(f"model.ngram_embeddings.embedders.{table}.weight", "BF16", (rows, 256))
-        for table, rows in enumerate(LITE_ROWS)
-    ]
-    write(folder, tensors)
     return folder
 
 
@@ -235,14 +203,14 @@ def test_tables_of_single_groups_are_not_counted(cuda_arguments: Arguments, monk
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "lookup tables 47.68 GiB, in pinned host RAM, which take 64.00 GiB of it"),
-        (["--ple-offload-backend", "file"], "lookup tables 47.68 GiB, in a file"),
-        (["--no-ple-offload-embedding"], "lookup tables 47.68 GiB, in VRAM"),
+        ([], "lookup tables 95.37 GiB, in pinned host RAM, which take 128.00 GiB of it"),
+        (["--ple-offload-backend", "file"], "lookup tables 95.37 GiB, in a file"),
+        (["--no-ple-offload-embedding"], "lookup tables 95.37 GiB, in VRAM"),
     ],
 )
-def test_plan_takes_sglangs_flags(stored: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_plan_takes_sglangs_flags(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     """And assumes SGLang's default without them."""
-    assert main(["plan", str(stored), "--machine", "2xH200", *words]) in (0, 1)
+    assert main(["plan", str(FOLDER), "--machine", "2xH200", *words]) in (0, 1)
     assert said in " ".join(capsys.readouterr().out.split())
 
 

@@ -11,7 +11,7 @@ from serving import Engines
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, Machine
 
@@ -47,7 +47,7 @@ def test_an_engine_takes_the_bytes_that_are_planned(
     ).offload
     machine = Machine("a CPU", parallel.ranks, 8 * GIB, 8 * GIB, 1, 1, 1, "")
     case = Case(
-        load(folder), machine, Workload(1024), parallel, Reserve(), Assumptions(), block_bytes=EmulatedMemory().block_bytes
+        shape_of(folder), machine, Workload(1024), parallel, Reserve(), Assumptions(), block_bytes=EmulatedMemory().block_bytes
     )
     rank = case.rank(0, Division(RESIDENT, 0, 0))
     assert served["resident_bytes"] == rank.resident_bytes

@@ -17,10 +17,10 @@ from benchmarks.serve_run import Row
 from scripts.harness.ahead import IMPORTED
 from scripts.harness.patience import patience
 from scripts.harness.server import Server
-from sglang_uvm_offload.sizing.checkpoint import from_config
+from sglang_uvm_offload.sizing.engine_shape import shape_of_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.json"
-MODEL = from_config("qwen3", json.loads(CONFIG.read_text())["config"], "bfloat16")
+MODEL = shape_of_config("qwen3", json.loads(CONFIG.read_text())["config"], dtype="bfloat16")
 STARTS = f"""
 import time
 print({IMPORTED!r}, flush=True)
@@ -53,7 +53,7 @@ def test_servers_import_before_the_first_turn_if_asked_to(tmp_path, monkeypatch,
         return made[-1]
 
     monkeypatch.setattr(serve_run, "start_of", start_of)
-    monkeypatch.setattr(serve_run, "load", lambda folder: MODEL)
+    monkeypatch.setattr(serve_run, "shape_of", lambda folder: MODEL)
     pids: list[int] = []
 
     def served(row) -> None:

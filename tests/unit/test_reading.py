@@ -17,7 +17,7 @@ from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.merged_profile import load_for
 from sglang_uvm_offload.routing.profile import Profile, is_profile
 from sglang_uvm_offload.routing.trace import Trace, is_trace
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.safetensors_header import read_folder, read_header
 
 
@@ -77,13 +77,20 @@ def test_each_reader_refuses_what_is_no_regular_file(tmp_path, monkeypatch, spec
     assert SPECIAL[special] in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
-def test_a_models_folder_with_a_pipe_is_refused(tmp_path, name):
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+def test_a_configuration_that_is_a_pipe_is_refused(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name}: not a regular file but a pipe"):
-        load(tmp_path)
+        shape_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
+def test_a_models_folder_with_a_pipe_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: not a regular file but a pipe"):
+        read_folder(tmp_path)
 
 
 def test_an_index_that_names_a_pipe_is_refused(tmp_path):
@@ -141,7 +148,7 @@ def test_what_cannot_be_a_path_is_an_os_error(path):
 @pytest.mark.parametrize("path", ["a" * 5000, "/dev/null/a"])
 def test_a_model_that_cannot_be_examined_is_refused(path):
     with pytest.raises(ValueError, match="cannot read"):
-        load(Path(path))
+        shape_of(Path(path))
 
 
 def test_text_of_several_lines_keeps_them_and_nothing_that_a_terminal_obeys():

@@ -29,8 +29,8 @@ from benchmarks.contenders import CONTENDERS, Budget, CannotServe
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.link_rates import Rates
 from scripts import make_checkpoint
-from sglang_uvm_offload.sizing.checkpoint import from_config
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import shape_of_config
 from sglang_uvm_offload.sizing.inputs import Assumptions
 
 pytestmark = pytest.mark.sglang
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 def shape_of(**sizes: int) -> CheckpointShape:
     wanted = make_checkpoint.Shape(**sizes)
-    return from_config("qwen3", make_checkpoint.FAMILIES["qwen3_moe"].config(wanted) | {"torch_dtype": "bfloat16"})
+    return shape_of_config("qwen3", make_checkpoint.FAMILIES["qwen3_moe"].config(wanted) | {"torch_dtype": "bfloat16"})
 
 
 LARGE = {"layers": 16, "hidden": 2048, "experts": 128, "top_k": 8, "expert_size": 768}
@@ -81,7 +81,7 @@ def test_layers_are_offloaded_as_few_and_as_far_apart_as_the_budget_allows() -> 
 def test_dense_layers_count_for_no_group(residency: float) -> None:
     wanted = make_checkpoint.Shape(layers=12)
     config = make_checkpoint.FAMILIES["deepseek_v3"].config(wanted) | {"torch_dtype": "bfloat16", "first_k_dense_replace": 3}
-    flags = CONTENDERS["offloader_v2"].flags(Budget(from_config("deepseek", config), residency, 64))
+    flags = CONTENDERS["offloader_v2"].flags(Budget(shape_of_config("deepseek", config), residency, 64))
     size, away = flags["offload_group_size"], flags["offload_num_in_group"]
     assert sum(index % size >= size - away for index in range(3, 12)) >= (1 - residency) * 9 + 2
 

@@ -12,20 +12,19 @@ import pytest
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.residency.host_need import HICACHE_RESERVE_BYTES
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import from_tensors, load
 from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.planner import plan, render
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 DEEPSEEK = MODELS / "deepseek-v3.json"
 
 
 def case_of(path: Path, parallel: Parallel, **changes: Any) -> Case:
-    return Case(load(path), preset("8xH20"), Workload(4096), parallel, Reserve(), Assumptions(), **changes)
+    return Case(shape_of(path), preset("8xH20"), Workload(4096), parallel, Reserve(), Assumptions(), **changes)
 
 
 # Host RAM of a hierarchical cache
@@ -56,39 +55,10 @@ def test_a_ratio_is_to_the_cache_that_is_asked_for():
 
 
 def test_shared_experts_that_are_whole_on_every_rank_take_their_bytes_there():
-    layers = [layer for layer in load(DEEPSEEK).layers if layer.experts]
+    layers = [layer for layer in shape_of(DEEPSEEK).layers if layer.experts]
     shared = sum(layer.feed_forward for layer in layers)
     split, whole = (case_of(DEEPSEEK, Parallel(tp=8, ep=8, shared_whole=on)).plain_bytes[0] for on in (False, True))
     assert whole - split == shared - sum(-(-layer.feed_forward // 8) for layer in layers)
-
-
-# Linear attention
-
-LINEAR = {
-    **{"num_hidden_layers": 4, "full_attention_interval": 4, "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256},
-    **{"moe_intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    **{"max_position_embeddings": 4096},
-}
-
-
-def linear_model() -> Any:
-    """Named as Qwen3-Next is, with a draft layer that numbers itself."""
-    tensors = [TensorInfo("model.embed_tokens.weight", "BF16", (1000, 256)), TensorInfo("lm_head.weight", "BF16", (1000, 256))]
-    for name in (*(f"model.layers.{i}" for i in range(4)), "mtp.layers.0"):
-        for expert in range(4):
-            parts = ("gate_proj", "up_proj", "down_proj")
-            tensors += [TensorInfo(f"{name}.mlp.experts.{expert}.{part}.weight", "BF16", (256, 256)) for part in parts]
-        tensors.append(TensorInfo(f"{name}.linear_attn.in_proj_qkvz.weight", "BF16", (1024, 256)))
-    return from_tensors("next", LINEAR, [*tensors, TensorInfo("mtp.fc.weight", "BF16", (256, 512))], from_headers=True)
-
-
-def test_the_layers_of_qwen3_next_are_told_apart():
-    shape = linear_model()
-    assert shape.kv.state_layers == {0, 1, 2}
-    assert [layer.attention for layer in shape.layers] == [1024 * 256 * 2] * 4, "divided by the ranks"
-    assert [layer.index for layer in shape.draft_layers] == [4]
-    assert shape.other == 0
-    assert shape.layers[0].expert_bytes == 4 * 3 * 256 * 256 * 2, "without the draft layer's"
 
 
 # What drafts cost
@@ -97,7 +67,9 @@ def test_the_layers_of_qwen3_next_are_told_apart():
 def drafts(path: Path, residents: int, requests: int = 1, rates: bool = True, **changes: Any) -> str:
     machine = preset("8xH20") if rates else replace(preset("8xH20"), link_gbps=0, hbm_gbps=0, tflops=0)
     workload = Workload(4096, requests, speculative=True, **changes)
-    return draft_note(Case(load(path), machine, workload, Parallel(tp=8), Reserve(), Assumptions()), Division(residents, 0, 0))
+    return draft_note(
+        Case(shape_of(path), machine, workload, Parallel(tp=8), Reserve(), Assumptions()), Division(residents, 0, 0)
+    )
 
 
 def test_at_low_residency_drafts_read_more_for_each_token_than_they_bring():
@@ -128,7 +100,9 @@ def test_without_the_machines_rates_bytes_alone_decide():
 def test_a_plan_notes_the_cost_of_drafts_and_only_of_drafts():
     machine, parallel = replace(preset("8xH20"), host_bytes=4096 * GIB), Parallel(tp=8)
     reserve = Reserve(0.3)
-    drafting, plain = (plan(load(DEEPSEEK), machine, Workload(4096, speculative=on), parallel, reserve) for on in (True, False))
+    drafting, plain = (
+        plan(shape_of(DEEPSEEK), machine, Workload(4096, speculative=on), parallel, reserve) for on in (True, False)
+    )
     assert drafting.draft_note in drafting.notes
     assert "drafts are predicted" in drafting.draft_note
     assert not plain.draft_note
@@ -139,7 +113,7 @@ def test_a_plan_says_which_number_of_draft_tokens_is_fastest_where_it_is_served(
     best = {}
     for residents in (few, most):
         reserve, workload = Reserve(0.95 if residents == most else 0.3), Workload(4096, 2, speculative=True)
-        found = plan(load(DEEPSEEK), machine, workload, Parallel(tp=8), reserve, num_resident=residents)
+        found = plan(shape_of(DEEPSEEK), machine, workload, Parallel(tp=8), reserve, num_resident=residents)
         assert [(speed.requests, speed.drafts) for speed in found.draft_speeds] == [(r, d) for r in (1, 2) for d in range(4)]
         alone = found.draft_speeds[:4]
         assert alone[3].kept == pytest.approx(2.5)
@@ -151,7 +125,7 @@ def test_a_plan_says_which_number_of_draft_tokens_is_fastest_where_it_is_served(
         line = f"draft tokens with 1 request: fastest with {best[residents].drafts} a step, given: 3 (predicted tok/s by"
         assert line in render(found)
     assert best[few].drafts < 3 == best[most].drafts
-    plain = plan(load(DEEPSEEK), machine, Workload(4096), Parallel(tp=8), Reserve(0.3))
+    plain = plan(shape_of(DEEPSEEK), machine, Workload(4096), Parallel(tp=8), Reserve(0.3))
     assert plain.draft_speeds == ()
     assert "draft tokens" not in render(plain)
 
@@ -159,7 +133,7 @@ def test_a_plan_says_which_number_of_draft_tokens_is_fastest_where_it_is_served(
 def test_the_number_given_is_predicted_as_the_plan_predicts_it():
     machine = replace(preset("8xH20"), host_bytes=4096 * GIB)
     given = {"hit_rate": 0.6, "num_resident": 40}
-    found = plan(load(DEEPSEEK), machine, Workload(4096, speculative=True), Parallel(tp=8), Reserve(0.3), **given)
+    found = plan(shape_of(DEEPSEEK), machine, Workload(4096, speculative=True), Parallel(tp=8), Reserve(0.3), **given)
     (speed,) = found.speeds
     assert found.draft_speeds[-1].decode_tokens_s == pytest.approx(speed.decode_tokens_s)
     assert found.draft_speeds[-1].missed_bytes == pytest.approx(speed.missed_bytes)
@@ -169,7 +143,7 @@ def test_drafts_without_a_checkpoint_of_their_own_are_weighed_too():
     """Such as n-grams."""
     machine = replace(preset("8xH20"), host_bytes=4096 * GIB)
     few, drafting = (
-        plan(load(DEEPSEEK), machine, Workload(4096, other_drafts=on), Parallel(tp=8), Reserve(0.3)) for on in (False, True)
+        plan(shape_of(DEEPSEEK), machine, Workload(4096, other_drafts=on), Parallel(tp=8), Reserve(0.3)) for on in (False, True)
     )
     assert drafting.draft_note
     assert not few.draft_note

@@ -22,7 +22,7 @@ from sglang_uvm_offload.residency.budget import ONE_MEMORY, Division
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing import planner, sglang_memory
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import MEASURED, Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import KvShape
@@ -40,7 +40,7 @@ MACHINES = ["1x5090", "1xGH200", "1xH200", "1xSPARK", "4x4090", "4xGB200", "8xH2
 
 @cache
 def model(name):
-    return load(MODELS / f"{name}.json")
+    return shape_of(MODELS / f"{name}.json")
 
 
 def parallel_for(name, gpus):
@@ -182,8 +182,8 @@ def test_biases_of_outputs_are_whole_on_every_rank():
     case = case_of(ask("gpt-oss-120b", roomy("4x4090"), parallel=Parallel(tp=4)), "gpt-oss-120b")
     names = [part.name for part in model("gpt-oss-120b").layers[0].experts]
     sizes = dict(zip(names, (nbytes for nbytes, _ in case.expert_tensors(model("gpt-oss-120b").layers[0])), strict=True))
-    assert sizes["w2.bias"] == 2880 * 2
-    assert sizes["w13.bias"] == 2 * 2880 * 2 // 4
+    assert sizes["w2.weight_bias"] == 2880 * 2
+    assert sizes["w13.weight_bias"] == 2 * 2880 * 2 // 4
 
 
 def test_pipeline_stages_hold_their_own_layers_and_the_tightest_decides():
@@ -1010,7 +1010,7 @@ def test_the_flags_name_the_model_as_a_launch_takes_it(tmp_path):
     folder.mkdir()
     config = json.loads((config_folder("Qwen/Qwen3-30B-A3B") / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "/home/author/step_9000"}))
-    plan = planner.plan(load(folder / "config.json"), preset("1x4090"), Workload(8192), Parallel())
+    plan = planner.plan(shape_of(folder / "config.json"), preset("1x4090"), Workload(8192), Parallel())
     assert plan.flags[0] == f"--model-path '{folder}'"
     assert planner.render(plan).splitlines()[0].startswith(f"model     {folder}: ")
 
@@ -1090,7 +1090,7 @@ def test_an_integrated_gpu_has_what_is_available_of_the_hosts_memory(monkeypatch
 def test_a_plan_keeps_exactly_as_many_as_the_budget_holds(checkpoints, wanted):
     """Experts of 512 KiB and 256 KiB in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other. The budget is
     made to hold so many blocks, and then a byte less."""
-    shape = load(checkpoints("qwen3_moe", expert_size=512))
+    shape = shape_of(checkpoints("qwen3_moe", expert_size=512))
     blocks = 3 * (math.ceil(wanted / 4) + math.ceil(wanted / 8))
     cache = 1024 * 3 * 2 * 2 * 64 * 2 + 1024 * 4
     room = shape.total_bytes - shape.expert_bytes + cache + blocks * BLOCK_BYTES + (128 << 20)

@@ -10,7 +10,7 @@ import pytest
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.gpus import GPUS
 from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
@@ -21,7 +21,7 @@ MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 
 @cache
 def model(name):
-    return load(MODELS / f"{name}.json")
+    return shape_of(MODELS / f"{name}.json")
 
 
 def case_of(name, machine, host_gib=None, parallel=None, reserve=None, slots=NO_SLOTS, **work):

@@ -18,9 +18,9 @@ from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.sizing import planner
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 from sglang_uvm_offload.sizing.draft_cost import draft_note
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, Machine, preset
 from sglang_uvm_offload.sizing.plan import Plan
@@ -36,7 +36,7 @@ MATRIX = 7168 * 2048 // 8
 
 @cache
 def model() -> CheckpointShape:
-    return load(MODEL)
+    return shape_of(MODEL)
 
 
 def machine(host_gib: int = 4096) -> Machine:

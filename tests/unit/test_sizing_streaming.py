@@ -18,8 +18,8 @@ from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, whole_blocks
 from sglang_uvm_offload.residency.budget import Division, buffers_in
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
 from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import GIB, preset
 from sglang_uvm_offload.sizing.plan import Plan, Speed
@@ -37,7 +37,7 @@ TP8 = Parallel(tp=8)
 
 @cache
 def model(path: Path) -> CheckpointShape:
-    return load(path)
+    return shape_of(path)
 
 
 def case_of(path: Path = DEEPSEEK, parallel: Parallel = TP8, **reserve: float | None) -> Case:
@@ -208,7 +208,7 @@ def test_fewer_buffers_are_chosen_where_host_ram_holds_too_few_experts_beside_tw
 
 
 def test_a_model_that_fits_whole_has_no_buffers():
-    found = plan(load(MODELS / "gpt-oss-120b.json"), preset("1xH200"), Workload(4096), Parallel())
+    found = plan(shape_of(MODELS / "gpt-oss-120b.json"), preset("1xH200"), Workload(4096), Parallel())
     assert (found.num_resident, found.stream_buffers, found.ranks[0].stream_bytes) == (128, 0, 0)
     assert "stream buffer," not in render(found)
     assert "in place" not in render(found)

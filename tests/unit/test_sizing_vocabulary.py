@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -12,10 +13,9 @@ from builders.true_shape import config_folder
 
 from sglang_uvm_offload.sizing.architectures import model_files
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint import load
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.sizing.machine import preset
-from sglang_uvm_offload.sizing.quantization import read_config
 from sglang_uvm_offload.sizing.vocabulary import WHOLE, WHOLE_IN_GROUPS
 
 DEEPSEEK = "deepseek-ai/DeepSeek-V3"
@@ -25,8 +25,8 @@ OWN_HEADS = Parallel(tp=8, dp=2, dp_attention=True, dp_lm_head=True)
 
 def case(model: str, parallel: Parallel) -> Case:
     """DeepSeek-V3's sizes, in the architecture that the model's configuration names."""
-    named = tuple(read_config(config_folder(model) / "config.json")["architectures"])
-    shape = dataclasses.replace(load(config_folder(DEEPSEEK) / "config.json"), architectures=named)
+    named = tuple(json.loads((config_folder(model) / "config.json").read_text())["architectures"])
+    shape = dataclasses.replace(shape_of(config_folder(DEEPSEEK) / "config.json"), architectures=named)
     return Case(shape, preset("8xH20"), Workload(4096), parallel, Reserve(), Assumptions())
 
 

@@ -25,8 +25,8 @@ from benchmarks.routing_overlay import OverlayError, lay_over
 from benchmarks.trace_checkpoint import MODELS, Refused
 from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk, WalkError, cut
 from benchmarks.trace_weights import TraceWeights
+from scripts.config_tensors import tensors_of
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.config_tensors import tensors_of
 from sglang_uvm_offload.sizing.safetensors_header import read_folder
 
 

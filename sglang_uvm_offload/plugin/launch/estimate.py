@@ -29,8 +29,8 @@ from sglang_uvm_offload.plugin.launch.ranks import (
 )
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.conversion import conversion
 from sglang_uvm_offload.sizing.demand import Demand
+from sglang_uvm_offload.sizing.engine_shape import shape_of
 from sglang_uvm_offload.sizing.inputs import Assumptions, Reserve, Workload
 from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
 from sglang_uvm_offload.sizing.machine import Machine
@@ -88,10 +88,13 @@ def _fact(plan: Plan, demand: Demand) -> str:
 def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Demand) -> Case:
     """Raises ``CheckpointError``, ``DriverError`` or ``FlagError``."""
     parallel, profile = parallel_sizes(cfg), chosen_profile(config, model)
-    files = ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir, cfg.json_model_override_args or "")
-    stored = files.shape(_name(model.dtype))
-    converted = conversion(model.quantization, stored.quantization)
-    shape = converted.applied(stored) if converted else stored
+    shape = shape_of(
+        ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).config,
+        cfg.model_path,
+        quantization=cfg.quantization,
+        dtype=_name(model.dtype),
+        model_override_args=cfg.json_model_override_args,
+    )
     shape = dataclasses.replace(shape, context_length=max(shape.context_length, model.context_len))
     host, vram = host_available(), int((get_device_memory_capacity(cfg.device) or 0) * (1 << 20))
     machine = Machine(

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import sglang
 import torch
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -25,6 +24,7 @@ from sglang.srt.distributed.bootstrap import init_parallel_runtime
 from sglang.srt.layers import quantization
 from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.layers.quantization import modelopt_quant
+from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.model_loader import loader
@@ -35,9 +35,12 @@ from sglang.srt.server_args import ServerArgs
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from sglang_uvm_offload.plugin.meta.tensors import draft_of, shape_of
+from sglang_uvm_offload.plugin.meta.cache import kv_of
+from sglang_uvm_offload.plugin.meta.tensors import Counted, CountedLayer, counted, counted_layer
 from sglang_uvm_offload.sizing.architectures import model_files
+from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, LayerShape
 from sglang_uvm_offload.sizing.moe_shape import stated_drafts, stated_top_k
+from sglang_uvm_offload.sizing.safetensors_header import NoExperts
 
 _ANY_MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -118,53 +121,114 @@ def _see_no_machine() -> None:
     quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang registers it for CUDA only
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """The shapes of the model and of its draft layers: ``plain``, without quantisation, to count weights, and ``served``, as
-    quantised, to count bytes.
+def described(folder: Path, **given: str | None) -> CheckpointShape:
+    """The shape of the model that ``folder`` configures, as a server holds it that is ``given`` these arguments of
+    ``ModelConfig``.
 
     A checkpoint with its own code has its own config class, whose code does not run. If the class of the same model type in
     transformers or SGLang does not fit, the config is read as it stands."""
     try:
-        return _described(folder)
+        return _described(folder, given)
+    except NoExperts:
+        raise
     except Exception as error:  # of any type, from a model's class; raised below if the second attempt fails too
         model_type = json.loads((folder / "config.json").read_text()).get("model_type")
         if not model_type:
             raise
         _read_as_stated(model_type)
         try:
-            return _described(folder)
+            return _described(folder, given)
         except Exception:  # noqa: BLE001 -- the first error is more useful
             raise error from None
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _described(folder: Path, given: Mapping[str, Any]) -> CheckpointShape:
     with tempfile.TemporaryDirectory() as copy:
         _copy_without_code(folder, Path(copy))
-        plain = _read(copy)
-        top_k, drafts = stated_top_k(plain.hf_text_config), stated_drafts(plain.hf_text_config)
-        draft = _read(copy, draft=True) if drafts else None
-        drafted = draft is not None and draft.hf_config.architectures != plain.hf_config.architectures
-        out: dict[str, Any] = {
-            "sglang": sglang.__version__,
-            "class": plain.hf_config.architectures[0],
-            "quantization": plain.quantization,
-            "heads": plain.num_attention_heads,
-            "hidden_size": plain.hidden_size,
-            "context_length": plain.context_len,
-        }
-        for name, quantised in (("plain", False), ("served", True)):
-            model = _built(_read(copy), quantised)
-            out[name] = shape_of(model, top_k)
-            out[name]["drafts"] = []
-            if drafted:
-                config = _read(copy, draft=True)
-                out[name]["drafts"] = [draft_of(_built(config, quantised), top_k)] * drafts
-    return out
+        config = _read(copy, given)
+        top_k, number = stated_top_k(config.hf_text_config), stated_drafts(config.hf_text_config)
+        draft = _read(copy, given, draft=True) if number else None
+        drafts = number if draft is not None and draft.hf_config.architectures != config.hf_config.architectures else 0
+
+        def models(quantised: bool) -> tuple[Counted, CountedLayer | None]:
+            built, hidden = _built(_read(copy, given), quantised), config.hidden_size
+            drafted = _built(_read(copy, given, draft=True), quantised) if drafts else None
+            return counted(built, top_k, hidden), None if drafted is None else counted_layer(drafted, top_k, hidden)
+
+        return _shape(config, *models(quantised=False), *models(quantised=True), drafts)
 
 
-def _read(folder: str, draft: bool = False) -> ModelConfig:
+def _shape(
+    config: ModelConfig,
+    plain: Counted,
+    plain_draft: CountedLayer | None,
+    served: Counted,
+    draft: CountedLayer | None,
+    drafts: int,
+) -> CheckpointShape:
+    """``plain``: without quantisation, to count weights; ``served``: as quantised, to count bytes."""
+    layers = tuple(
+        layer.shape(index, counted.sums["parameters"])
+        for index, (layer, counted) in enumerate(zip(served.layers, plain.layers, strict=True))
+    )
+    draft_layers: tuple[LayerShape, ...] = ()
+    draft_parameters = 0
+    if draft is not None and plain_draft is not None:
+        of_one = plain_draft.sums["parameters"]
+        draft_layers = tuple(draft.shape(len(layers) + number, of_one) for number in range(drafts))
+        draft_parameters = drafts * (of_one + plain_draft.sums["routed_parameters"])
+    routed = [layer for layer in plain.layers if layer.experts]
+    outside = plain.outside_parameters + plain.tower_parameters + plain.table_parameters
+    tables = sum(table.nbytes for table in served.tables)
+    text = config.hf_text_config
+    return CheckpointShape(
+        name="",
+        num_layers=len(layers),
+        num_experts=max(layer.experts for layer in routed),
+        top_k=max(layer.top_k for layer in routed),
+        context_length=config.context_len,
+        layers=layers,
+        draft_layers=draft_layers,
+        embedding=served.embedding,
+        head=served.head,
+        other=served.other,
+        total_bytes=sum(layer.nbytes for layer in (*layers, *draft_layers))
+        + tables
+        + served.embedding
+        + served.head
+        + served.other,
+        total_parameters=sum(layer.sums["parameters"] + layer.sums["routed_parameters"] for layer in plain.layers)
+        + outside
+        + draft_parameters,
+        expert_parameters=max(layer.sums["expert_parameters"] for layer in routed),
+        kv=kv_of(config, len(layers)),
+        heads=config.num_attention_heads,
+        quantization=config.quantization or "none",
+        expert_size=routed[0].expert_size,
+        hidden_size=config.hidden_size,
+        scale_block=_scale_block(config),
+        family=str(text.model_type or ""),
+        architectures=tuple(config.hf_config.architectures),
+        draft_parameters=draft_parameters,
+        active_parameters=sum(
+            layer.sums["parameters"] + layer.top_k * layer.sums["expert_parameters"] for layer in plain.layers
+        )
+        + plain.outside_parameters,
+        shared_parameters=sum(layer.sums["shared_parameters"] for layer in plain.layers),
+        tower_parameters=plain.tower_parameters,
+        embedding_parameters=plain.embedding_parameters,
+        tables=tuple(served.tables),
+    )
+
+
+def _scale_block(config: ModelConfig) -> int:
+    block = config.hf_quant_config.get("weight_block_size")
+    return int(block[0]) if block else 1
+
+
+def _read(folder: str, given: Mapping[str, Any], draft: bool = False) -> ModelConfig:
     """The config as SGLang reads it, with the RoPE base, on which no shape depends, where SGLang's classes expect it."""
-    read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft)
+    read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft, **given)
     for config in (read.hf_config, read.hf_text_config):
         if getattr(config, "rope_parameters", None) is None and (base := getattr(config, "rope_theta", None)):
             config.rope_parameters = {"rope_theta": base, "rope_type": "default"}
@@ -175,6 +239,9 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
     load = LoadConfig(load_format="dummy")
     with _default_dtype(config.dtype), get_model().override(model_path=config.model_path):
         method = loader._get_quantization_config(config, load) if quantised else None
+        if isinstance(method, Fp8Config):
+            # Else layers are built in the checkpoint's type, and have that of the method once they are loaded.
+            method.is_checkpoint_fp8_serialized = True
         while True:
             try:
                 with torch.device("meta"), _OnMeta():

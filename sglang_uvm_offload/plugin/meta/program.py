@@ -6,31 +6,53 @@ It runs as a separate process, because its changes to SGLang, and to what SGLang
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
+from sglang_uvm_offload.sizing.safetensors_header import NoExperts
+
+MORE_MEMORY = 8 << 30
+"""Address space that building may take beyond what SGLang has once it is imported. A model takes some megabytes."""
+
 
 def main() -> None:
-    """For each folder on the command line, print one line of JSON: the shape of its model, or the ``error`` with which SGLang
-    fails to build it. Output of libraries goes to standard error."""
+    """For each folder on the command line, which holds a model's configuration and, in ``arguments.json``, those of
+    ``ModelConfig``, print one line of JSON: a ``CheckpointShape``, or the ``error`` with which SGLang fails to build the model.
+    Output of libraries goes to standard error."""
     out = os.dup(1)
     os.dup2(2, 1)
+    gc.disable()  # the imports make millions of objects, and free none: collecting takes a quarter of their time
     _prepare_environment()
     from sglang_uvm_offload.plugin.meta import build
 
     build.start()
-    with os.fdopen(out, "w") as file:
-        for folder in sys.argv[1:]:
+    _limit_memory()
+    with os.fdopen(out, "wb") as file:
+        for folder in map(Path, sys.argv[1:]):
             try:
-                shape = build.described(Path(folder))
+                given = json.loads((folder / "arguments.json").read_text())
+                line = msgspec.json.encode(build.described(folder, **given), order="deterministic")
+            except NoExperts as dense:
+                line = msgspec.json.encode({"dense": str(dense)})
             except Exception as error:  # noqa: BLE001 -- a model's class may raise anything
-                shape = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(shape), file=file)
+                line = msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
+            file.write(line + b"\n")
+            gc.collect()
     sys.stderr.flush()
     os._exit(0)  # skip SGLang's shutdown
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MORE_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 def _prepare_environment() -> None:

@@ -3,10 +3,11 @@ experts."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
@@ -16,7 +17,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from sglang_uvm_offload.sizing.lookup_tables import kind_of
+from sglang_uvm_offload.sizing.checkpoint_shape import ExpertPart, LayerShape
+from sglang_uvm_offload.sizing.lookup_tables import LookupTable, kind_of
+from sglang_uvm_offload.sizing.safetensors_header import NoExperts
 
 _ATTENTION = (RadixAttention, RadixLinearAttention, MambaMixer2)
 _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")
@@ -24,44 +27,66 @@ _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")
 _TOWER = re.compile(r"vis(ual|ion)|audio|tower|projector|mm_proj")
 
 
-def shape_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """The decoder layers of ``model`` and everything outside them: bytes on a single rank, and ``…_parameters``, the number of
-    weights. ``top_k``: from the config, for layers that have none."""
+@dataclass
+class Counted:
+    """The tensors of a model: bytes on a single rank, and ``…_parameters``, the number of weights."""
+
+    layers: list[CountedLayer]
+    tables: list[LookupTable]
+    embedding: int = 0
+    head: int = 0
+    other: int = 0
+    outside_parameters: int = 0
+    tower_parameters: int = 0
+    embedding_parameters: int = 0
+    table_parameters: int = 0
+
+
+@dataclass
+class CountedLayer:
+    """One decoder layer, or a draft model."""
+
+    sums: dict[str, int]
+    parts: list[ExpertPart]
+    experts: int
+    top_k: int
+    expert_size: int
+    """Hidden units of an expert, of weights that are not packed."""
+
+    def shape(self, index: int, parameters: int) -> LayerShape:
+        kinds = {kind: self.sums[kind] for kind in ("expert_bytes", "attention", "keys_values", "feed_forward", "replicated")}
+        return LayerShape(index, tuple(sorted(self.parts, key=lambda part: part.name)), **kinds, parameters=parameters)
+
+
+def counted(model: torch.nn.Module, top_k: int | None, hidden: int) -> Counted:
+    """The decoder layers of ``model`` and everything outside them. ``top_k``: from the config, for layers that have none."""
     name, layers = _decoder_layers(model)
-    out: dict[str, Any] = {
-        "layers": [_layer(layer, top_k) for layer in layers],
-        "tables": list(_tables(model, name)),
-        **dict.fromkeys(
-            ("embedding", "head", "other", *(f"{part}_parameters" for part in ("outside", "tower", "embedding", "table"))), 0
-        ),
-    }
+    out = Counted([counted_layer(layer, top_k, hidden) for layer in layers], _tables(model, name))
     owner = f"{name.rpartition('.')[0]}.".lstrip(".")
     for path, module, _, parameter in _parameters(model):
         if kind_of(path) is not None:
-            out["table_parameters"] += parameter.numel()
+            out.table_parameters += parameter.numel()
             continue
         if path.startswith(f"{name}."):
             continue
         kind = _vocabulary(module) or "other"
-        out[kind] += parameter.nbytes
-        tower = kind == "other" and (not path.startswith(owner) or _TOWER.search(path))
-        out["tower_parameters" if tower else "outside_parameters"] += parameter.numel()
-        out["embedding_parameters"] += parameter.numel() if kind == "embedding" else 0
+        setattr(out, kind, getattr(out, kind) + parameter.nbytes)
+        if kind == "other" and (not path.startswith(owner) or _TOWER.search(path)):
+            out.tower_parameters += parameter.numel()
+        else:
+            out.outside_parameters += parameter.numel()
+        out.embedding_parameters += parameter.numel() if kind == "embedding" else 0
     return out
 
 
-def _tables(model: torch.nn.Module, layers: str) -> Iterator[dict[str, Any]]:
+def _tables(model: torch.nn.Module, layers: str) -> list[LookupTable]:
     """The tables of which a token reads a few rows."""
+    sums: Counter[tuple[int, str]] = Counter()
     for path, _, _, parameter in _parameters(model):
         if kind := kind_of(path):
             inside = path.startswith(f"{layers}.")
-            layer = int(path.removeprefix(f"{layers}.").partition(".")[0]) if inside else 0
-            yield {"kind": kind, "layer": layer, "nbytes": parameter.nbytes}
-
-
-def draft_of(model: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """A draft model as one layer, without the embedding and the head that it shares with the target."""
-    return _layer(model, top_k)
+            sums[int(path.removeprefix(f"{layers}.").partition(".")[0]) if inside else 0, kind] += parameter.nbytes
+    return [LookupTable(kind, layer, nbytes) for (layer, kind), nbytes in sorted(sums.items())]
 
 
 def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
@@ -69,15 +94,17 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
     held = [sum(isinstance(part, FusedMoE) for part in parts.modules()) for _, parts in lists]
     if not any(held):
-        raise ValueError(f"{type(model).__name__} has no layer of SGLang's FusedMoE")
+        raise NoExperts(f"{type(model).__name__} has no routed experts, so there is nothing to offload")
     return lists[held.index(max(held))]
 
 
-def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
-    """One decoder layer. If it has several sets of routed experts, such as one for images, text tokens use the first."""
+def counted_layer(layer: torch.nn.Module, top_k: int | None, hidden: int) -> CountedLayer:
+    """One decoder layer, or a draft model without the embedding and the head that it shares with the target. If it has several
+    sets of routed experts, such as one for images, text tokens use the first."""
     routed = [part for part in layer.modules() if isinstance(part, FusedMoE)]
     sums: dict[str, int] = defaultdict(int)
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[str, ExpertPart] = {}
+    expert_size = 0
     for path, module, name, parameter in _parameters(layer):
         if kind_of(path) is not None:
             continue
@@ -85,20 +112,20 @@ def _layer(layer: torch.nn.Module, top_k: int | None) -> dict[str, Any]:
             if _loaded(module, parameter):
                 _add_experts(sums, parts, name, parameter, module)
                 sums["expert_parameters"] += parameter.numel() // parameter.shape[0] if module is routed[0] else 0
+                if module is routed[0] and name.startswith("w2_weight") and not expert_size:
+                    expert_size = max(1, parameter.numel() // parameter.shape[0] // hidden)
         elif not _vocabulary(module):
             for kind, share in _divisions(layer, path, module).items():
                 sums[kind] += round(parameter.nbytes * share)
             sums["parameters"] += parameter.numel()
             sums["shared_parameters"] += parameter.numel() if routed and _SHARED.search(path) else 0
-    kinds = ("attention", "keys_values", "feed_forward", "replicated")
-    weights = ("parameters", "routed_parameters", "expert_parameters", "shared_parameters")
-    return {
-        **{name: sums[name] for name in (*kinds, *weights)},
-        "parts": list(parts.values()),
-        "experts": max((part.num_local_experts - part.num_fused_shared_experts for part in routed), default=0),
-        "top_k": _top_k(routed[0], top_k) if routed else 0,
-        "attention_heads": _heads(layer),
-    }
+    return CountedLayer(
+        sums=sums,
+        parts=list(parts.values()),
+        experts=max((part.num_local_experts - part.num_fused_shared_experts for part in routed), default=0),
+        top_k=_top_k(routed[0], top_k) if routed else 0,
+        expert_size=expert_size,
+    )
 
 
 def _loaded(module: FusedMoE, parameter: torch.nn.Parameter) -> bool:
@@ -108,25 +135,35 @@ def _loaded(module: FusedMoE, parameter: torch.nn.Parameter) -> bool:
 
 
 def _add_experts(
-    sums: dict[str, int], parts: dict[str, dict[str, Any]], name: str, parameter: torch.nn.Parameter, module: FusedMoE
+    sums: dict[str, int], parts: dict[str, ExpertPart], name: str, parameter: torch.nn.Parameter, module: FusedMoE
 ) -> None:
-    """Add a parameter with a row for each expert, shared ones last, under SGLang's name: ``w13_weight_scale``. If a layer has
-    several sets of experts, the largest expert counts."""
+    """Add a parameter with a row for each expert, shared ones last. If a layer has several sets of experts, the largest expert
+    counts. SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
     rows, fused = parameter.shape[0], int(module.num_fused_shared_experts)
     one, weights = parameter.nbytes // rows, parameter.numel() // rows
-    part = parts.setdefault(name, {"name": name, "shape": list(parameter.shape), "expert_bytes": 0, "bytes": 0})
-    part["expert_bytes"] = max(part["expert_bytes"], one)
-    part["bytes"] += one * (rows - fused)
+    name = name.replace("_", ".", 1)
+    held = parts[name].nbytes if name in parts else 0
+    parts[name] = ExpertPart(name, max(held, one), _is_split(name, tuple(parameter.shape[1:])))
+    sums["expert_bytes"] += one * (rows - fused)
     sums["routed_parameters"] += weights * (rows - fused)
     sums["feed_forward"] += one * fused
     for count in ("parameters", "shared_parameters"):
         sums[count] += weights * fused
 
 
+def _is_split(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether ranks divide an expert's part of this shape. They divide its hidden units, so tensors of the gate's and up
+    projection's inputs, of the down projection's outputs, and single values, are whole on each rank."""
+    if math.prod(shape) <= 1:
+        return False
+    if "g_idx" in name:
+        return name.startswith("w2")
+    return not name.startswith("w2") or not (name.endswith("bias") or shape[-1] == 1 or len(shape) == 1)
+
+
 def _top_k(module: FusedMoE, stated: int | None) -> int:
     """The top-k of the routed experts only."""
-    chosen = stated if module.top_k is None else module.top_k - module.num_fused_shared_experts
-    return min(chosen or 0, module.num_local_experts)
+    return (stated or 0) if module.top_k is None else module.top_k - module.num_fused_shared_experts
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
@@ -163,12 +200,3 @@ def _attends(layer: torch.nn.Module, path: str) -> bool:
     holder = layer.get_submodule(owner)
     parts = holder.modules() if owner else [holder, *holder.children()]
     return any(isinstance(part, _ATTENTION) for part in parts)
-
-
-def _heads(layer: torch.nn.Module) -> list[int]:
-    """The KV heads, the head sizes of keys and values, and the window (-1 without) of the layer's KV cache; empty without
-    one."""
-    for part in layer.modules():
-        if isinstance(part, RadixAttention):
-            return [part.tp_k_head_num, part.head_dim, part.v_head_dim, part.sliding_window_size]
-    return []

@@ -1,7 +1,7 @@
 """The tensors that a quantised linear layer has in a checkpoint, by the method that the checkpoint states.
 
-Names, shapes and types are those that SGLang 0.5.23 registers and loads (``layers/quantization``), of which ModelOpt,
-llm-compressor, AutoAWQ and GPTQ write the files."""
+Names, shapes and types are those that SGLang 0.5.23 registers and loads (``layers/quantization``), of which ModelOpt and
+llm-compressor write the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, Tensor
 
 NVFP4_GROUP = 16
 """Weights that share a scale of one byte."""
-MXFP4_GROUP = 32
 
 
 class UnknownTensors(CheckpointError):
@@ -27,16 +26,14 @@ _Rows = list[tuple[str, str, tuple[int, ...]]]
 
 
 class QuantizedLinear:
-    """The linear layers of a checkpoint with ``quant`` (``quantization_of``). Raises ``UnknownTensors`` for a method whose
+    """The linear layers of a checkpoint that states ``quant``. Raises ``UnknownTensors`` for a method whose
     tensors are not known, by its name."""
 
     def __init__(self, quant: Mapping[str, Any], dtype: str):
         self._quant, self._dtype = quant, dtype
         self.method = quant.get("quant_method")
         if self.method not in (None, "mxfp4", *_WRITERS):
-            raise UnknownTensors(
-                f"the tensors of a {self.method!r} checkpoint are not known from its config; give the checkpoint's folder"
-            )
+            raise UnknownTensors(f"the tensors of a {self.method!r} checkpoint are not known from its config here")
         names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
         patterns = [str(pattern) for name in names for pattern in quant.get(name) or ()]
         self._ignored = _Modules([pattern.rstrip(".") if self.method == "fp8" else pattern for pattern in patterns])
@@ -54,8 +51,6 @@ class QuantizedLinear:
             return False
         if str(self.method).startswith("modelopt"):  # ``ModelOptQuantConfig.is_layer_excluded``: or any part of the name
             return self._ignored.name(*_names(name), *name.split("."))
-        if self.method == "awq":
-            return any(pattern in name for pattern in self._ignored.exact)
         if self.method == "fp8" and self._ignored.any_run(name):
             return True
         return self._ignored.name_or_above(_names(name))
@@ -145,45 +140,8 @@ def _modelopt_mixed(quant: Mapping[str, Any], dtype: str, name: str, out: int, i
         return [("weight", dtype, (out, into))]
     algorithm = str(found.get("quant_algo"))
     if "FP4" not in algorithm and algorithm != "FP8":
-        raise UnknownTensors(f"the tensors of ModelOpt's {algorithm!r} ({name}) are not known; give the checkpoint's folder")
+        raise UnknownTensors(f"the tensors of ModelOpt's {algorithm!r} ({name}) are not known here")
     return (_modelopt_fp8 if algorithm == "FP8" else _modelopt_fp4)(found, dtype, name, out, into)
-
-
-def _mxfp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    return [("weight", "F8_E4M3", (out, into)), ("weight_scale_inv", "U8", (out, -(-into // MXFP4_GROUP)))]
-
-
-def _int8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    return [("weight", "I8", (out, into)), ("weight_scale", "F32", (out, 1))]
-
-
-def _gptq(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    """GPTQModel's ``dynamic`` leaves modules as they were, or quantises them otherwise (``get_dynamic_override``)."""
-    dynamic = (quant.get("dynamic") or {}).items()
-    found = (each for each in dynamic if re.match(each[0].removeprefix("-:").removeprefix("+:"), name))
-    none: dict[str, Any] = {}
-    pattern, own = next(found, ("", none))
-    if pattern.startswith("-:"):
-        return [("weight", dtype, (out, into))]
-    bits, group = _packed_bits({**quant, **own}, "GPTQ")
-    groups = -(-into // group)
-    return [
-        ("qweight", "I32", (into * bits // 32, out)),
-        ("qzeros", "I32", (groups, out * bits // 32)),
-        ("scales", dtype, (groups, out)),
-        ("g_idx", "I32", (into,)),
-    ]
-
-
-def _awq(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    """AutoAWQ keeps scales in float16, whatever the model's dtype."""
-    bits, group = _packed_bits(quant, "AWQ")
-    groups = -(-into // group)
-    return [
-        ("qweight", "I32", (into, out * bits // 32)),
-        ("qzeros", "I32", (groups, out * bits // 32)),
-        ("scales", "F16", (groups, out)),
-    ]
 
 
 def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
@@ -209,9 +167,7 @@ def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: in
             ("weight", "F8_E4M3" if weights.get("type") == "float" else "I8", (out, into)),
             _ct_scale(weights, dtype, out, into),
         ]
-    raise UnknownTensors(
-        f"the tensors of compressed-tensors' {kind!r} are not known from a config; give the checkpoint's folder"
-    )
+    raise UnknownTensors(f"the tensors of compressed-tensors' {kind!r} are not known from a config here")
 
 
 def _ct_scale(weights: Mapping[str, Any], dtype: str, out: int, into: int) -> tuple[str, str, tuple[int, ...]]:
@@ -229,13 +185,6 @@ def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | No
     return next(named, None) or next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
 
 
-def _packed_bits(quant: Mapping[str, Any], method: str) -> tuple[int, int]:
-    bits, group = quant.get("bits", quant.get("w_bit")), quant.get("group_size", quant.get("q_group_size"))
-    if bits not in (4, 8) or not isinstance(group, int) or group < 1:
-        raise UnknownTensors(f"{method} with bits {bits!r} and group_size {group!r}: give the checkpoint's folder")
-    return bits, group
-
-
 def _group(quant: Mapping[str, Any], usual: int) -> int:
     given = quant.get("group_size")
     return given if isinstance(given, int) and given > 0 else usual
@@ -243,12 +192,8 @@ def _group(quant: Mapping[str, Any], usual: int) -> int:
 
 _WRITERS: Mapping[str, Callable[[Mapping[str, Any], str, str, int, int], _Rows]] = {
     "fp8": _fp8,
-    "w8a8_int8": _int8,
-    "gptq": _gptq,
-    "awq": _awq,
     "modelopt_fp8": _modelopt_fp8,
     "modelopt_fp4": _modelopt_fp4,
     "modelopt_mixed": _modelopt_mixed,
-    "mxfp8": _mxfp8,
     "compressed-tensors": _compressed_tensors,
 }

@@ -1,57 +1,41 @@
-"""The tensors of a checkpoint with a given config.json, for planning without the checkpoint.
-
-Names, shapes and types follow released checkpoints of these families. Other families and quantisations are refused; for them,
-plan from the headers of the checkpoint itself.
-"""
+"""The tensors of a checkpoint with a given config.json, by the names, shapes and types of released checkpoints of some
+families: for writers of checkpoints, and to compare with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.moe_shape import EXPERTS, MoeShape, moe_shape, most, stated_experts
-from sglang_uvm_offload.sizing.quantization import quantization_of
-from sglang_uvm_offload.sizing.quantized_linear import QuantizedLinear, UnknownTensors
-from sglang_uvm_offload.sizing.safetensors_header import DTYPES, CheckpointError, NoExperts, TensorInfo
+from scripts.quantized_linear import QuantizedLinear, UnknownTensors
+from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts, TensorInfo
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Of a model's weights, by torch's names."""
 
 MXFP4_BLOCK = 32
 """Weights that share a scale of one byte."""
 
 
-_LIMITS = {
-    **{"num_hidden_layers": 4096, "num_nextn_predict_layers": 64},
-    **dict.fromkeys(EXPERTS, 1 << 16),
-}
-_MOST_EXPERTS = 1 << 18
-"""In all layers, those that draft included. As all of these limits far beyond any model: a config beyond them is broken, and
-loops over its counts would take minutes, or not end."""
+_OF_THE_WHOLE = ("quantization_config", "compression_config", "torch_dtype", "dtype")
 
 
-_SIZES = (
-    *("hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "v_head_dim", "qk_nope_head_dim", "q_lora_rank", "max_position_embeddings"),
-)
-"""What no model has none of; a config may leave it out, or state null."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json in ``folder`` for the language model, with the quantisation that ModelOpt states beside it."""
+    config = text_config(json.loads((folder / "config.json").read_text()))
+    beside = folder / "hf_quant_config.json"
+    if "quantization_config" not in config and "compression_config" not in config and beside.exists():
+        config["quantization_config"] = json.loads(beside.read_text())["quantization"]
+    return config
 
 
-def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse counts of layers and experts that are not numbers, or beyond the limits, and sizes of 0 or less."""
-    for name in _SIZES:
-        value = config.get(name)
-        value = most(value) if isinstance(value, list) else value
-        if isinstance(value, (int, float)) and not 0 < value < 1 << 31:
-            raise CheckpointError(f"the config's {name} is {value!r}, not a size of 1 or more")
-    for name, limit in _LIMITS.items():
-        value = config.get(name)
-        # Experts may be stated layer by layer, or for each modality.
-        each = value if isinstance(value, list) and name in EXPERTS else [value]
-        if value is not None and not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= limit for n in each):
-            raise CheckpointError(f"the config's {name} is {value!r:.80}, not a number up to {limit}")
-    layers = (config.get("num_hidden_layers") or 0) + (config.get("num_nextn_predict_layers") or 0)
-    experts = stated_experts(SimpleNamespace(**config)) or 0
-    if layers * experts > _MOST_EXPERTS:
-        raise CheckpointError(f"the config has {layers} layers of {experts} experts, more than {_MOST_EXPERTS} in all")
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    outer = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    for name in ("thinker_config", "llm_config", "language_config", "text_config"):
+        if isinstance(inner := config.get(name), dict):
+            return text_config(outer | {key: value for key, value in inner.items() if value is not None or key not in outer})
+    return dict(config)
 
 
 def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
@@ -60,15 +44,14 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise UnknownTensors(
-            f"the tensors of a {config.get('model_type')!r} checkpoint are not known from its config; give the checkpoint's "
-            f"folder (known from the config: {', '.join(FAMILIES)})"
+            f"the tensors of a {config.get('model_type')!r} checkpoint are not known, only those of {', '.join(FAMILIES)}"
         )
     if writer.method == "mxfp4" and family is not _gpt_oss:
-        raise UnknownTensors(f"the tensors of a {config['model_type']!r} checkpoint in mxfp4 are not known; give its folder")
+        raise UnknownTensors(f"the tensors of a {config['model_type']!r} checkpoint in mxfp4 are not known")
     layers = writer.size("num_hidden_layers")
     writer.plain("model.embed_tokens.weight", writer.size("vocab_size"), writer.hidden)
     for layer in range(layers):
-        _decoder_layer(writer, family, f"model.layers.{layer}", layer in writer.moe.moe_layers)
+        _decoder_layer(writer, family, f"model.layers.{layer}", writer.routes(layer))
     writer.plain("model.norm.weight", writer.hidden)
     if not config.get("tie_word_embeddings"):
         writer.plain("lm_head.weight", writer.size("vocab_size"), writer.hidden)
@@ -77,23 +60,37 @@ def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
     return writer.tensors
 
 
+def _quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``config`` states, with SGLang's name of the method."""
+    quant = config.get("quantization_config") or config.get("compression_config") or {}
+    if not quant or quant.get("quant_method") not in (None, "modelopt"):
+        return dict(quant)
+    return {**quant, "quant_method": "modelopt_fp4" if "FP4" in str(quant.get("quant_algo")) else "modelopt_fp8"}
+
+
 class _Writer:
     """Collects tensors, with the config's quantisation applied to the modules that it includes."""
 
     def __init__(self, config: Mapping[str, Any]):
-        check_counts(config)
         self.config = config
-        moe = moe_shape(SimpleNamespace(**config))
-        if moe is None:
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        self.num_experts = next((self.size(name) for name in names if config.get(name)), 0)
+        if not self.num_experts:
             raise NoExperts("the config describes no routed experts")
-        self.moe: MoeShape = moe
         self.hidden = self.size("hidden_size")
         self.dtype = DTYPES.get(config.get("torch_dtype") or config.get("dtype") or "bfloat16", "")
         if not self.dtype:
             raise CheckpointError(f"torch_dtype {config.get('torch_dtype')!r} is not one of {', '.join(DTYPES)}")
-        self.quantized = QuantizedLinear(quantization_of(config), self.dtype)
+        self.quantized = QuantizedLinear(_quantization_of(config), self.dtype)
         self.method = self.quantized.method
         self.tensors: list[TensorInfo] = []
+
+    def routes(self, layer: int) -> bool:
+        """Whether the decoder layer has routed experts."""
+        step = self.config.get("decoder_sparse_step") or self.config.get("moe_layer_freq") or 1
+        first = self.config.get("first_k_dense_replace") or 0
+        at = layer + 1 if self.config.get("decoder_sparse_step") else layer
+        return layer >= first and at % step == 0 and layer not in (self.config.get("mlp_only_layers") or ())
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name, default)
@@ -170,7 +167,7 @@ def _latent_attention(w: _Writer, name: str) -> None:
 
 
 def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
-    for expert in range(w.moe.num_experts):
+    for expert in range(w.num_experts):
         w.mlp(f"{name}.{expert}", size, **projections)
 
 
@@ -179,9 +176,9 @@ def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) ->
     if not routed:
         return w.mlp(name, w.size("intermediate_size"))
     size = w.size("moe_intermediate_size")
-    w.plain(f"{name}.gate.weight", w.moe.num_experts, w.hidden)
+    w.plain(f"{name}.gate.weight", w.num_experts, w.hidden)
     if correction:
-        w.plain(f"{name}.gate.e_score_correction_bias", w.moe.num_experts, dtype="F32")
+        w.plain(f"{name}.gate.e_score_correction_bias", w.num_experts, dtype="F32")
     if w.size("n_shared_experts", 0):
         w.mlp(f"{name}.shared_experts", w.size("n_shared_experts") * size)
     _experts(w, f"{name}.experts", size)
@@ -207,13 +204,13 @@ def _qwen3(w: _Writer, name: str, routed: bool) -> None:
     w.plain(f"{name}.self_attn.k_norm.weight", head)
     if not routed:
         return w.mlp(f"{name}.mlp", w.size("intermediate_size"))
-    w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
+    w.plain(f"{name}.mlp.gate.weight", w.num_experts, w.hidden)
     _experts(w, f"{name}.mlp.experts", w.size("moe_intermediate_size"))
 
 
 def _mixtral(w: _Writer, name: str, routed: bool) -> None:
     _grouped_attention(w, f"{name}.self_attn", bias=False)
-    w.plain(f"{name}.block_sparse_moe.gate.weight", w.moe.num_experts, w.hidden)
+    w.plain(f"{name}.block_sparse_moe.gate.weight", w.num_experts, w.hidden)
     _experts(w, f"{name}.block_sparse_moe.experts", w.size("intermediate_size"), gate="w1", down="w2", up="w3")
 
 
@@ -222,7 +219,7 @@ def _olmoe(w: _Writer, name: str, routed: bool) -> None:
     heads = w.size("num_attention_heads")
     w.plain(f"{name}.self_attn.q_norm.weight", heads * head)
     w.plain(f"{name}.self_attn.k_norm.weight", w.size("num_key_value_heads", heads) * head)
-    w.plain(f"{name}.mlp.gate.weight", w.moe.num_experts, w.hidden)
+    w.plain(f"{name}.mlp.gate.weight", w.num_experts, w.hidden)
     _experts(w, f"{name}.mlp.experts", w.size("intermediate_size"))
 
 
@@ -231,7 +228,7 @@ def _gpt_oss(w: _Writer, name: str, routed: bool) -> None:
     bias = bool(w.config.get("attention_bias"))
     _grouped_attention(w, f"{name}.self_attn", bias, bias)
     w.plain(f"{name}.self_attn.sinks", w.size("num_attention_heads"))
-    experts, size = w.moe.num_experts, w.size("intermediate_size")
+    experts, size = w.num_experts, w.size("intermediate_size")
     w.plain(f"{name}.mlp.router.weight", experts, w.hidden)
     w.plain(f"{name}.mlp.router.bias", experts)
     for part, out, into in (("gate_up_proj", 2 * size, w.hidden), ("down_proj", w.hidden, size)):

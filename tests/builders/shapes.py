@@ -1,0 +1,78 @@
+"""Shapes of models as SGLang's classes have them, recorded, so that tests of the planner take no seconds and no SGLang.
+
+``RECORD_SHAPES=1 python -m pytest ...`` adds those that the tests ask SGLang for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from sglang_uvm_offload.sizing import engine_shape
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "shapes.json"
+SGLANG = "0.5.23"
+"""Of which they are."""
+_kept, _keep, _version = engine_shape._kept, engine_shape._keep, engine_shape._version
+
+
+def _read() -> dict[str, Any]:
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+
+
+_shapes = _read()
+
+
+def use_recorded() -> None:
+    """From now on, in this process."""
+    engine_shape._kept, engine_shape._keep = _recorded, _record
+    engine_shape._version = lambda: _version() or SGLANG
+
+
+@contextmanager
+def asking_sglang() -> Iterator[None]:
+    """As outside of tests."""
+    with mock.patch.multiple(engine_shape, _kept=_kept, _keep=_keep, _version=_version):
+        yield
+
+
+def recorded(key: str) -> bytes | None:
+    shape = _shapes.get(key)
+    return None if shape is None else json.dumps(_expanded(shape)).encode()
+
+
+def _recorded(key: str) -> bytes | None:
+    return recorded(key) or _kept(key)
+
+
+def _record(key: str, line: bytes) -> None:
+    if not os.environ.get("RECORD_SHAPES"):
+        return _keep(key, line)
+    _shapes[key] = _compact(json.loads(line))
+    lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(_shapes[each])}" for each in sorted(_shapes))
+    RECORDED.write_text(f"{{\n{lines}\n}}\n")
+
+
+def _compact(shape: dict[str, Any]) -> dict[str, Any]:
+    """Each sort of layer once."""
+    kinds: list[dict[str, Any]] = []
+    out = dict(shape)
+    for part in ("layers", "draft_layers"):
+        out[part] = []
+        for layer in shape[part]:
+            kind = {name: value for name, value in layer.items() if name != "index"}
+            if kind not in kinds:
+                kinds.append(kind)
+            out[part].append(kinds.index(kind))
+    return out | {"kinds": kinds}
+
+
+def _expanded(shape: dict[str, Any]) -> dict[str, Any]:
+    kinds, first = shape["kinds"], len(shape["layers"])
+    layers = [{"index": index, **kinds[kind]} for index, kind in enumerate(shape["layers"])]
+    drafts = [{"index": index, **kinds[kind]} for index, kind in enumerate(shape["draft_layers"], first)]
+    return {name: value for name, value in shape.items() if name != "kinds"} | {"layers": layers, "draft_layers": drafts}
