@@ -10,9 +10,9 @@ DTYPE_BYTES = {"bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2"
 WINDOW_RATIO = 0.8
 """The default of ``--swa-full-tokens-ratio``: slots of a sliding-window layer for each slot of a full one."""
 
-STATE_SHARE, STATES_OF_REQUEST = 0.9, 3
-"""SGLang's default of ``--mamba-full-memory-ratio``, the memory of states by that of the KV cache, and how many states it keeps
-of a running request for its radix cache (``MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO``)."""
+STATE_SHARE, STATES_OF_REQUEST = 0.9, 5
+"""SGLang's default of ``--mamba-full-memory-ratio``, memory of states by that of the KV cache, and how many states it keeps
+of a request: three for its radix cache, and two in the extra buffer that it has on GPUs (``_calculate_mamba_ratio``)."""
 
 INDEX_BLOCK = 128
 """Index keys that share a scale of four bytes (``DSATokenToKVPool.quant_block_size``)."""

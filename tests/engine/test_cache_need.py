@@ -156,7 +156,8 @@ def test_a_plan_counts_the_states_that_sglang_keeps(cuda_arguments: Arguments, r
         *(Parallel(), Reserve(), Assumptions()),
     )
     table = 4 * requests * TOKENS
-    assert case.kv_bytes(0) - table == pytest.approx(need(cuda_arguments, model, requests=requests), rel=0.02)
+    two = 2 * case.model.kv.state_bytes(case.stages[0], 1)  # SGLang rounds to whole states
+    assert case.kv_bytes(0) - table == pytest.approx(need(cuda_arguments, model, requests=requests), abs=two)
 
 
 def test_a_stage_whose_layers_all_have_a_window_keeps_every_token_in_them(cuda_arguments: Arguments) -> None:
