@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks import accuracy_texts, lm_eval_results
 from scripts.harness.patience import patience
 from scripts.harness.server import EngineFailed, Server, offload_state
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "scripts" / "tiny"

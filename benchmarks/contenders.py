@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_uvm_offload.plan.model_shape import ModelShape
 from sglang_uvm_offload.residency.slot_split import Slots
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
 
 GIB = 1 << 30
 Flags = dict[str, Any]
@@ -26,7 +26,7 @@ class CannotServe(Exception):
 class Budget:
     """One checkpoint, and the share of its routed experts that VRAM may hold."""
 
-    model: CheckpointShape
+    model: ModelShape
     residency: float
     warmup_tokens: int
     """After which this plugin chooses its residents anew."""

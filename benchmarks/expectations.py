@@ -6,15 +6,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.inputs import Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.machine import GIB, preset
+from sglang_uvm_offload.plan.outcome import Plan
+from sglang_uvm_offload.plan.plan_report import ROWS as LEGEND
+from sglang_uvm_offload.plan.plan_report import between
+from sglang_uvm_offload.plan.planner import plan, render
+from sglang_uvm_offload.plan.verdict import useless_on_a_slow_link
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.inputs import Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import GIB, preset
-from sglang_uvm_offload.sizing.plan import Plan
-from sglang_uvm_offload.sizing.plan_report import ROWS as LEGEND
-from sglang_uvm_offload.sizing.plan_report import between
-from sglang_uvm_offload.sizing.planner import plan, render
-from sglang_uvm_offload.sizing.verdict import useless_on_a_slow_link
 
 PARTS = ("It fits", "predicted")
 """How the parts of a plan begin that a page shows."""

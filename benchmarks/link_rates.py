@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import serve_report
-from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.plan.inputs import Assumptions
 
 COPIED_BY = "kernel, 16 blocks"
 """How stream buffers are filled, as logs of November 2026 name it."""

@@ -3,7 +3,7 @@
     python -m benchmarks.model RUN [--rates SECTION.json ...] [--out FOLDER]
 
 RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the other
-sections next to it measured, or those of a session on the same machine. ``sizing.speed``
+sections next to it measured, or those of a session on the same machine. ``plan.speed``
 predicts each figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server
 had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
 resident server what was measured, so only the cost of offloading is judged.
@@ -28,16 +28,16 @@ from pathlib import Path
 from benchmarks import serve_report
 from benchmarks.link_rates import Rates, beside, rates_of, section
 from benchmarks.serve_report import Record, Row
-from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of, shape_of_config
-from sglang_uvm_offload.sizing.gpus import GPUS
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import Machine
-from sglang_uvm_offload.sizing.plan import Speed
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
-from sglang_uvm_offload.sizing.speed import predict
-from sglang_uvm_offload.sizing.stage_cost import IN_PLACE, Stream
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.engine_shape import shape_of, shape_of_config
+from sglang_uvm_offload.plan.gpus import GPUS
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.machine import Machine
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.outcome import Speed
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
+from sglang_uvm_offload.plan.speed import predict
+from sglang_uvm_offload.plan.stage_cost import IN_PLACE, Stream
 
 GIGA = 1e9
 WITHIN = 0.10
@@ -66,7 +66,7 @@ class Served:
     """The most tokens of a prompt that one step prefills."""
 
     @classmethod
-    def of(cls, record: Record, cell: serve_report.Cell, model: CheckpointShape) -> Served | None:
+    def of(cls, record: Record, cell: serve_report.Cell, model: ModelShape) -> Served | None:
         """From the status that its servers ended with; None if none offloads."""
         rows = [row for row in serve_report.rows_of(record, cell) if row.get("offload")]
         if not rows:
@@ -91,7 +91,7 @@ class Figure:
     served: Served
     hit_rate: float
     """The share of its routed tokens on residents and slots."""
-    model: CheckpointShape
+    model: ModelShape
 
     @property
     def decoding(self) -> bool:
@@ -181,7 +181,7 @@ class Compared:
         return max(self.terms().items(), key=lambda term: abs(term[1]))[0]
 
 
-def compare(record: Record, model: CheckpointShape, rates: Rates, machine: Machine) -> list[Compared]:
+def compare(record: Record, model: ModelShape, rates: Rates, machine: Machine) -> list[Compared]:
     """Every figure of this plugin's contenders that the run measured beside a resident server."""
     found = []
     for cell in serve_report.cells(record):
@@ -221,7 +221,7 @@ def one(
     return Compared(cell, figure.kind, figure.size, figure.way(speed), resident, measured, predicted, as_counted, rates)
 
 
-def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int, model: CheckpointShape) -> float:
+def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int, model: ModelShape) -> float:
     """The share of a figure's routed tokens that residents and slots served."""
     routed, resident = (counted(record, cell, kind, size, name) for name in ("routed", "routed_resident"))
     if routed and resident is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shapes_of
+from sglang_uvm_offload.plan.engine_shape import shapes_of
+from sglang_uvm_offload.plan.model_shape import ModelShape
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((HERE / "model_sizes.json").read_text())["models"]
@@ -55,7 +55,7 @@ class Row:
         return f"| {self.model} | {' | '.join(shown)} | [{self.stated['source'].split('/')[2]}]({self.stated['source']}) |\n"
 
 
-def row(model: str, shape: CheckpointShape) -> Row:
+def row(model: str, shape: ModelShape) -> Row:
     stated = PUBLISHED[model]
     total = shape.total_parameters - shape.draft_parameters
     total -= shape.tower_parameters if stated.get("tower") else 0

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of, shape_of_config
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import preset
-from sglang_uvm_offload.sizing.plan import Speed
-from sglang_uvm_offload.sizing.routing_curves import hit_rates
-from sglang_uvm_offload.sizing.speed import predict
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.engine_shape import shape_of, shape_of_config
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.machine import preset
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.outcome import Speed
+from sglang_uvm_offload.plan.routing_curves import hit_rates
+from sglang_uvm_offload.plan.speed import predict
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "published" / "published.md"
@@ -62,9 +62,9 @@ class Models:
 
     def __init__(self, folder: Path, inline: dict[str, Any]):
         self._folder, self._inline = folder, inline
-        self._read: dict[str, CheckpointShape] = {}
+        self._read: dict[str, ModelShape] = {}
 
-    def __getitem__(self, name: str) -> CheckpointShape:
+    def __getitem__(self, name: str) -> ModelShape:
         if name not in self._read:
             inline = self._inline.get(name)
             self._read[name] = shape_of_config(name, inline) if inline else shape_of(self._folder / f"{name}.json")

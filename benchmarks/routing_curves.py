@@ -1,6 +1,6 @@
 """Hit rates of measured routing, for the planner: ``python -m benchmarks.routing_curves TRACE.npz...``
 
-Writes ``sglang_uvm_offload/sizing/routing_curves.json``, which ships with the package: for each trace and number of concurrent
+Writes ``sglang_uvm_offload/plan/routing_curves.json``, which ships with the package: for each trace and number of concurrent
 requests, the share of a layer's activations that residents serve, by the share of experts that is resident. Traces that
 ``SOURCES`` does not name are refused: a shipped figure needs its source.
 
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_uvm_offload.plan.speed import distinct
 from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES
@@ -40,9 +41,8 @@ from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.speed import distinct
 
-OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "sizing" / "routing_curves.json"
+OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "plan" / "routing_curves.json"
 RESIDENCIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 BATCHES = (1, 4, 16, 64)
 SKEWED, SKEWED_STEPS = 16, 1000

@@ -28,7 +28,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.serve_client import PromptIds, Sizes
 from benchmarks.serve_run import Run, environment, run
 from scripts.config_tensors import text_config
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
 BENCHMARKS = Path(__file__).resolve().parent
 CPU_SIZES = {"batches": (1, 4, 16, 64), "prompts": (64, 512, 1024)}

@@ -23,8 +23,8 @@ from benchmarks.contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Con
 from benchmarks.serve_client import Client, PointFailed, PromptIds, Sizes
 from scripts.harness.ahead import start_ahead
 from scripts.harness.server import EngineFailed, Server, flags
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.model_shape import ModelShape
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,7 +94,7 @@ def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
     return record
 
 
-def describe(wanted: Run, model: CheckpointShape) -> dict[str, Any]:
+def describe(wanted: Run, model: ModelShape) -> dict[str, Any]:
     """Everything of the run's record but its rows."""
     machine = environment(wanted.device)
     config = json.loads((wanted.model / "config.json").read_text())

@@ -38,7 +38,7 @@ from benchmarks import serve_log, trace_checkpoint
 from benchmarks.trace_walk import read
 from scripts.harness.server import Server, offload_state
 from sglang_uvm_offload.files.page_cache import give_back
-from sglang_uvm_offload.sizing.engine_shape import shape_of
+from sglang_uvm_offload.plan.engine_shape import shape_of
 
 HERE = Path(__file__).parent
 LAYERS, POSITIONS = 3, 64

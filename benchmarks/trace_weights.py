@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk
 from scripts.make_checkpoint import block_fp8
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+from sglang_uvm_offload.plan.safetensors_header import TensorInfo
 
 CODE_BLOCK = 128  # the code takes whole blocks of FP8, whose other rows then keep their precision
 TOP_LOGIT = 4.0  # of the first expert of a token, where the stream has unit RMS

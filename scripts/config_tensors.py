@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.quantized_linear import QuantizedLinear, UnknownTensors
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts, TensorInfo
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, NoExperts, TensorInfo
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Of a model's weights, by torch's names."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, TensorInfo
 
 NVFP4_GROUP = 16
 """Weights that share a scale of one byte."""

@@ -7,7 +7,7 @@ facts that every package uses, have rank 1.
     2  memory policy
     3  experts routing
     4  residency streaming cuda cpu
-    5  sizing
+    5  plan
     6  plugin replay
     7  report
     8  cli

@@ -23,8 +23,8 @@ from standin.run import Standin
 from support_marks import MARKERS, Support
 
 from scripts.harness.server import environment
+from sglang_uvm_offload.plan.gpus import GPUS
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.gpus import GPUS
 
 # Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
 os.environ["OMP_NUM_THREADS"] = "1"

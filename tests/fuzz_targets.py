@@ -39,6 +39,9 @@ from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
 from sglang_uvm_offload.flags import ARGUMENTS, FlagError
+from sglang_uvm_offload.plan import engine_shape
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_folder
 from sglang_uvm_offload.plugin.operate import http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
@@ -50,9 +53,6 @@ from sglang_uvm_offload.requested_config import of_arguments
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.profile import Profile, ProfileError
 from sglang_uvm_offload.routing.trace import Trace, TraceError
-from sglang_uvm_offload.sizing import engine_shape
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
 TRIES: dict[str, Callable[[random.Random, Path], bool]] = {}

@@ -28,8 +28,8 @@ from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMem
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, batches, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
-from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.links import PCIE5
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.links import PCIE5
 
 _PAGES_PER_BLOCK = BLOCK_BYTES // PAGE_BYTES
 _OS_PAGE = mmap.PAGESIZE

@@ -15,7 +15,7 @@ from benchmarks.gpu.sections import SECTIONS
 
 if TYPE_CHECKING:
     from benchmarks.gpu.server_parts import Written
-    from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
+    from sglang_uvm_offload.plan.model_shape import ModelShape
 
 H200 = 90
 
@@ -87,12 +87,12 @@ def modes_parts() -> None:
 
 
 @functools.cache
-def planned_checkpoint(written: Written) -> CheckpointShape:
+def planned_checkpoint(written: Written) -> ModelShape:
     """What ``trace_checkpoint.py`` would write, from its config alone."""
     from benchmarks.gpu.server_parts import TRACE
     from benchmarks.trace_checkpoint import MODELS, walk_for
     from benchmarks.trace_walk import STRETCH, read
-    from sglang_uvm_offload.sizing.engine_shape import shape_of_config
+    from sglang_uvm_offload.plan.engine_shape import shape_of_config
 
     trace = read(TRACE)
     sized = MODELS[written.shape].sized(trace, written.layers)

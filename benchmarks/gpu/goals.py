@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
-from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.plan.inputs import Assumptions
 
 Ratio = tuple[float, str]
 Judge = Callable[[PartRows], Ratio | None]

@@ -30,8 +30,8 @@ from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.serve import prompts_for
 from benchmarks.serve_client import Sizes
 from scripts.make_checkpoint import make_checkpoint
+from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.residency.budget import MOST_BUFFERS
-from sglang_uvm_offload.sizing.engine_shape import shape_of
 
 TRACE = Path(__file__).with_name("routing_trace.npz")
 CHUNK_TOKENS = 8192

@@ -25,7 +25,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "moves": {KERNELS: ("uvm_allocate", "uvm_place")},
     "copies": {KERNELS: ("uvm_copy_layer", "uvm_copy_kernel")},
     "copy blocks": {f"{PACKAGE}/memory/staging.py": ()},
-    "threshold": {f"{PACKAGE}/sizing/streaming.py": ()},
+    "threshold": {f"{PACKAGE}/plan/streaming.py": ()},
     "counters": {KERNELS: ("uvm_count_routing_kernel",)},
     "slots": {KERNELS: ("uvm_resolve_slots_kernel", "uvm_begin_slots_kernel")},
     "read times": {KERNELS: ("uvm_time_reads_kernel",), f"{PACKAGE}/cuda/read_times.py": ()},

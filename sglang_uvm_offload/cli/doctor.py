@@ -207,7 +207,7 @@ def _link(found: Diagnosis, gpus: list[int]) -> None:
     """What earlier servers measured."""
     from sglang_uvm_offload.cuda.device import visible_gpus
     from sglang_uvm_offload.cuda.kept_link import kept_link
-    from sglang_uvm_offload.sizing.measured_link import described, expected_rates
+    from sglang_uvm_offload.plan.measured_link import described, expected_rates
 
     if (link := kept_link(len(gpus), gpus)) is None:
         return

@@ -11,17 +11,14 @@ from pathlib import Path
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import TABLES, flag_name
-from sglang_uvm_offload.residency.slot_split import Slots
-from sglang_uvm_offload.sizing import hub, planner
-from sglang_uvm_offload.sizing.architectures import unserved_note
-from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.gpus import GPUS
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.lookup_tables import (
+from sglang_uvm_offload.plan import hub, planner
+from sglang_uvm_offload.plan.architectures import unserved_note
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.gpus import GPUS
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.plan.lookup_tables import (
     BACKENDS,
     ENGRAM_VARIABLE,
     MANAGED,
@@ -32,10 +29,13 @@ from sglang_uvm_offload.sizing.lookup_tables import (
     VRAM,
     default_place,
 )
-from sglang_uvm_offload.sizing.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
-from sglang_uvm_offload.sizing.measured_link import with_measured_link
-from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
+from sglang_uvm_offload.plan.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.plan.measured_link import with_measured_link
+from sglang_uvm_offload.plan.model_files import ModelFiles
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
+from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS
+from sglang_uvm_offload.residency.slot_split import Slots
 
 MAX_COUNT = (1 << 31) - 1
 """The upper limit of every count: more than any machine or model has."""
@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _table_problem(args: argparse.Namespace, model: CheckpointShape) -> str:
+def _table_problem(args: argparse.Namespace, model: ModelShape) -> str:
     """Why a launch with these flags would be refused, "" if it would not."""
     if args.ple_offload_embedding and PLE_CLASS not in model.architectures:
         return f"{PLE_FLAG}: SGLang accepts it for {PLE_CLASS} only"
@@ -192,7 +192,7 @@ def _table_problem(args: argparse.Namespace, model: CheckpointShape) -> str:
     return ""
 
 
-def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str:
+def _tables_in(args: argparse.Namespace, model: ModelShape) -> str:
     """Where a server would keep the lookup tables."""
     if args.lookup_tables == "host":
         return MANAGED
@@ -203,7 +203,7 @@ def _tables_in(args: argparse.Namespace, model: CheckpointShape) -> str:
     return VRAM if args.ple_offload_embedding is False else BACKENDS[args.ple_offload_backend]
 
 
-def _model(name: str, quantization: str | None) -> CheckpointShape:
+def _model(name: str, quantization: str | None) -> ModelShape:
     """The model at a path or with a Hugging Face id."""
     if os.path.lexists(name) or not hub.is_id(name):
         return shape_of(Path(name), quantization=quantization)

@@ -1,7 +1,7 @@
 """The measured rates of the link between GPUs and host memory, and why they are below what was expected.
 
 How fast kernels read host memory in place differs between machines with the same link, and between one GPU at work and all
-(published: ``sizing/links``). So a server measures its own.
+(published: ``plan/links``). So a server measures its own.
 """
 
 from __future__ import annotations

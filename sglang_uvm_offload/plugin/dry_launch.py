@@ -19,6 +19,7 @@ from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.flags import OFF, FlagError, flag_name
 from sglang_uvm_offload.memory.host_pages import fragmentation
 from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plan.moe_shape import stated_experts
 from sglang_uvm_offload.plugin import hook_points, hooks, roles, server_args
 from sglang_uvm_offload.plugin.checks import sglang_gaps
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -29,7 +30,6 @@ from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 from sglang_uvm_offload.plugin.server_config import config_of, requested_of
 from sglang_uvm_offload.requested_config import parse
-from sglang_uvm_offload.sizing.moe_shape import stated_experts
 from sglang_uvm_offload.units import size
 
 _PACKAGE = "sglang_uvm_offload"

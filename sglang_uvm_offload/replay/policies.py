@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sglang_uvm_offload.plan.links import PCIE5
 from sglang_uvm_offload.replay.baselines import NAMES
-from sglang_uvm_offload.sizing.links import PCIE5
 
 SLOTS = "slots"
 """All VRAM as slots, without residents."""

@@ -28,12 +28,12 @@ from transformers import PretrainedConfig
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.plan.moe_shape import stated_experts, stated_top_k
 from sglang_uvm_offload.plugin.meta.tensors import draft_of
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
-from sglang_uvm_offload.sizing.moe_shape import stated_experts, stated_top_k
 
 Result = TypeVar("Result")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from launches import BLACKWELL
 from nursery import Nurseries
 
-from sglang_uvm_offload.sizing.gpus import GPUS
+from sglang_uvm_offload.plan.gpus import GPUS
 
 PUBLISHED: list[dict[str, str]] = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "published_launches.json").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 from builders.true_shape import checkpoint, config_folder, write
 
 from scripts.config_tensors import read_config, tensors_of
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, TensorInfo
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, TensorInfo
 
 _EXPERT = re.compile(r"(.*\.experts\.\d+\.)(\w+)\.weight$")
 

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.machine import GIB
 
 VRAM = 16 * GIB
 LAYERS, CONTEXT = 3, 2048

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sglang_uvm_offload.sizing import engine_shape
+from sglang_uvm_offload.plan import engine_shape
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "shapes.json"
 SGLANG = "0.5.23"

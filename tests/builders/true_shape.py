@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from scripts.config_tensors import read_config, tensors_of
-from sglang_uvm_offload.sizing.safetensors_header import TensorInfo
+from sglang_uvm_offload.plan.safetensors_header import TensorInfo
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 SHARD_BYTES = 5 << 30

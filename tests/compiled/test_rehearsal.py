@@ -15,7 +15,7 @@ from standin.rehearse import ROOT, environment, failures
 
 from benchmarks import model, serve_client
 from benchmarks.link_rates import Rates
-from sglang_uvm_offload.sizing.engine_shape import shape_of_config
+from sglang_uvm_offload.plan.engine_shape import shape_of_config
 
 
 def cell(contender: str, **more: Any) -> dict[str, Any]:

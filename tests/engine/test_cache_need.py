@@ -8,14 +8,14 @@ import pytest
 from arguments import Arguments
 from builders.ranked import as_a_rank, runner_of, stage_of
 from builders.true_shape import CONFIGS, config_folder
-from sglang_uvm_offload.sizing.rank_memory import Case
+from sglang_uvm_offload.plan.rank_memory import Case
 
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.machine import preset
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
-from sglang_uvm_offload.sizing.demand import DEFAULT_KV_TOKENS as TOKENS
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import preset
+from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS as TOKENS
 
 WITHOUT_TOKENIZER = ("--skip-tokenizer-init", "--load-format", "dummy")
 """For a configuration without other files."""

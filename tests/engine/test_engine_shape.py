@@ -21,10 +21,10 @@ from safetensors import safe_open
 from benchmarks import model_sizes
 from scripts.config_tensors import read_config, tensors_of
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.sizing import engine_shape
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of, shapes_of
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, NoExperts, TensorInfo, read_json
+from sglang_uvm_offload.plan import engine_shape
+from sglang_uvm_offload.plan.engine_shape import shape_of, shapes_of
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, NoExperts, TensorInfo, read_json
 
 SAMPLE = (
     *("Qwen/Qwen3.5-35B-A3B", "MiniMaxAI/MiniMax-M2.5", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "openai/gpt-oss-20b"),
@@ -42,7 +42,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shapes(fresh: None) -> dict[str, CheckpointShape]:
+def shapes(fresh: None) -> dict[str, ModelShape]:
     folders = {model: config_folder(model) for model in SAMPLE}
     made = dict(zip(SAMPLE, shapes_of(folders), strict=True))
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +110,7 @@ def tensors_in(model: str) -> list[TensorInfo]:
         "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     ],
 )
-def test_experts_of_published_models_take_the_bytes_of_their_files(model: str, shapes: dict[str, CheckpointShape]) -> None:
+def test_experts_of_published_models_take_the_bytes_of_their_files(model: str, shapes: dict[str, ModelShape]) -> None:
     shape, held = shapes[model], tensors_in(model)
     stated = experts_by_layer(held)
     for layer in shape.layers:
@@ -119,14 +119,14 @@ def test_experts_of_published_models_take_the_bytes_of_their_files(model: str, s
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", SAMPLE)
-def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, CheckpointShape]) -> None:
+def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, ModelShape]) -> None:
     row = model_sizes.row(model, shapes[model])
     assert row.line() in model_sizes.OUT.read_text()
     assert abs(row.difference) <= model_sizes.WITHIN or model == "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 
 
 @pytest.mark.nightly
-def test_layers_are_what_they_are(shapes: dict[str, CheckpointShape]) -> None:
+def test_layers_are_what_they_are(shapes: dict[str, ModelShape]) -> None:
     nemotron = shapes["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
     pattern = read_json(config_folder(nemotron.name) / "config.json")["hybrid_override_pattern"]
     assert list(nemotron.moe_layers) == [index for index, kind in enumerate(pattern) if kind == "E"]
@@ -140,7 +140,7 @@ def test_layers_are_what_they_are(shapes: dict[str, CheckpointShape]) -> None:
 
 
 @pytest.mark.nightly
-def test_draft_layers_are_apart(shapes: dict[str, CheckpointShape]) -> None:
+def test_draft_layers_are_apart(shapes: dict[str, ModelShape]) -> None:
     for model, experts in (("deepseek-ai/DeepSeek-V3", 256), ("Qwen/Qwen3.5-35B-A3B", 256)):
         (draft,) = shapes[model].draft_layers
         assert draft.index == shapes[model].num_layers
@@ -149,7 +149,7 @@ def test_draft_layers_are_apart(shapes: dict[str, CheckpointShape]) -> None:
 
 
 @pytest.mark.nightly
-def test_packed_weights_are_counted_one_by_one(shapes: dict[str, CheckpointShape]) -> None:
+def test_packed_weights_are_counted_one_by_one(shapes: dict[str, ModelShape]) -> None:
     packed = shapes["nvidia/Qwen3-235B-A22B-NVFP4"]
     assert packed.quantization == "modelopt_fp4"
     assert packed.total_parameters == pytest.approx(235e9, rel=0.001)

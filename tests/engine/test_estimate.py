@@ -12,11 +12,11 @@ from builders.drafts import eagle
 from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
 
+from sglang_uvm_offload.plan.machine import GIB
 from sglang_uvm_offload.plugin.launch import estimate, ranks
 from sglang_uvm_offload.plugin.launch.estimate import Estimate
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.budget import ONE_MEMORY
-from sglang_uvm_offload.sizing.machine import GIB
 
 TOKENS = 4096
 EXPERT = 768 << 10

@@ -16,7 +16,7 @@ from launches import launched
 from nursery import Nurseries
 
 from scripts.harness.server import flags
-from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.plan.machine import GIB
 
 N = "--expert-offload-num-resident"
 GPU = {

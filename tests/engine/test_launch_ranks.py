@@ -13,15 +13,15 @@ from checkpoints import Checkpoints
 from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_uvm_offload.memory.kept_links import KeptLink
+from sglang_uvm_offload.plan.gpus import GPUS
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.machine import GIB
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source, ranks
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.server_config import requested_of
 from sglang_uvm_offload.requested_config import parse
-from sglang_uvm_offload.sizing.demand import Demand
-from sglang_uvm_offload.sizing.gpus import GPUS
-from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.machine import GIB
+from sglang_uvm_offload.residency.demand import Demand
 
 H200 = GPUS["H200"].memory_mib << 20
 CONTEXT = 2048

@@ -20,14 +20,14 @@ from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import config_flag
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.lookup_tables import FILE, PINNED, REGISTERED, VRAM
+from sglang_uvm_offload.plan.machine import GIB
+from sglang_uvm_offload.plan.model_shape import ModelShape
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import estimate, lookup_tables, ranks
 from sglang_uvm_offload.plugin.launch.estimate import Estimate
 from sglang_uvm_offload.requested_config import parse
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.lookup_tables import FILE, PINNED, REGISTERED, VRAM
-from sglang_uvm_offload.sizing.machine import GIB
 
 pytestmark = pytest.mark.since("0.5.23", "models with such tables are newer")
 
@@ -40,11 +40,11 @@ QWEN3 = config_folder("Qwen/Qwen3-30B-A3B")
 
 
 @pytest.fixture(scope="module")
-def shape() -> CheckpointShape:
+def shape() -> ModelShape:
     return shape_of(FOLDER)
 
 
-def test_sglangs_class_has_the_published_table(shape: CheckpointShape) -> None:
+def test_sglangs_class_has_the_published_table(shape: ModelShape) -> None:
     (table,) = shape.tables
     assert (table.kind, table.layer, table.nbytes) == ("ple", 1, ROWS * 160 * 2)
     assert table.nbytes < shape.total_bytes - shape.expert_bytes < table.nbytes + 20 * GIB

@@ -22,7 +22,7 @@ ENOUGH, SHORT = 40, 20
 
 
 pytestmark = pytest.mark.nightly
-"""``unit/test_sizing_hub.py`` reads from the same Hub in every run."""
+"""``unit/test_plan_hub.py`` reads from the same Hub in every run."""
 
 PLACES = ["folder", "cache", "revision in the cache", "download dir", "Hub", "revision on the Hub", "config in the cache"]
 

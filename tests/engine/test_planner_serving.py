@@ -9,11 +9,11 @@ from checkpoints import Checkpoints
 from serving import Engines
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.machine import GIB, Machine
 from sglang_uvm_offload.residency.budget import Division
-from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.sizing.machine import GIB, Machine
 
 RESIDENT = 3
 

@@ -16,7 +16,7 @@ from builders.released import written
 from builders.true_shape import config_folder
 from nursery import Nurseries
 
-from sglang_uvm_offload.sizing.architectures import sglang_architectures
+from sglang_uvm_offload.plan.architectures import sglang_architectures
 
 NUMBERS = ("auto", "16")
 CASES = [

@@ -17,7 +17,7 @@ from benchmarks.serve_run import Row
 from scripts.harness.ahead import IMPORTED
 from scripts.harness.patience import patience
 from scripts.harness.server import Server
-from sglang_uvm_offload.sizing.engine_shape import shape_of_config
+from sglang_uvm_offload.plan.engine_shape import shape_of_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "qwen3-235b-a22b.json"
 MODEL = shape_of_config("qwen3", json.loads(CONFIG.read_text())["config"], dtype="bfloat16")

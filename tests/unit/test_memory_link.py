@@ -6,7 +6,7 @@ import pytest
 from builders import links
 
 from sglang_uvm_offload.memory.link import LinkRates
-from sglang_uvm_offload.sizing.measured_link import expected_rates
+from sglang_uvm_offload.plan.measured_link import expected_rates
 
 FAST = links.rates()
 

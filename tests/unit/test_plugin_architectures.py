@@ -10,10 +10,10 @@ import pytest
 from architectures import registry
 from builders.launch import launch
 
+from sglang_uvm_offload.plan.architectures import sglang_architectures
 from sglang_uvm_offload.plugin.checks import launch_checks
 from sglang_uvm_offload.plugin.checks.launch_checks import DIRECT_KERNEL_MODELS
 from sglang_uvm_offload.requested_config import parse
-from sglang_uvm_offload.sizing.architectures import sglang_architectures
 
 pytestmark = pytest.mark.sglang
 

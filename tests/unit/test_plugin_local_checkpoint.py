@@ -7,9 +7,9 @@ import os
 import pytest
 from builders.launch import arguments
 
+from sglang_uvm_offload.plan.model_files import ModelFiles
 from sglang_uvm_offload.plugin.dry_launch import Launch
 from sglang_uvm_offload.plugin.launch.local_checkpoint import unreadable
-from sglang_uvm_offload.sizing.model_files import ModelFiles
 
 pytestmark = pytest.mark.sglang
 

@@ -22,13 +22,13 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.plan.rates import StreamRates
 from sglang_uvm_offload.plugin.launch import stream_settings
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.buffers import make_streamer
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.step_hooks import is_eager
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.sizing.rates import StreamRates
 
 pytestmark = pytest.mark.sglang
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from sglang_uvm_offload.sizing import plan_report
-from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.machine import preset
+from sglang_uvm_offload.plan import plan_report
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.machine import preset
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "models"
 CONTENT = json.loads((published.HERE / "published.json").read_text())

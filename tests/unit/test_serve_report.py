@@ -29,9 +29,9 @@ from benchmarks.contenders import CONTENDERS, Budget, CannotServe
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.link_rates import Rates
 from scripts import make_checkpoint
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape
-from sglang_uvm_offload.sizing.engine_shape import shape_of_config
-from sglang_uvm_offload.sizing.inputs import Assumptions
+from sglang_uvm_offload.plan.engine_shape import shape_of_config
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.model_shape import ModelShape
 
 pytestmark = pytest.mark.sglang
 
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 
-def shape_of(**sizes: int) -> CheckpointShape:
+def shape_of(**sizes: int) -> ModelShape:
     wanted = make_checkpoint.Shape(**sizes)
     return shape_of_config("qwen3", make_checkpoint.FAMILIES["qwen3_moe"].config(wanted) | {"torch_dtype": "bfloat16"})
 

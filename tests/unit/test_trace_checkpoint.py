@@ -26,8 +26,8 @@ from benchmarks.trace_checkpoint import MODELS, Refused
 from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk, WalkError, cut
 from benchmarks.trace_weights import TraceWeights
 from scripts.config_tensors import tensors_of
+from sglang_uvm_offload.plan.safetensors_header import read_folder
 from sglang_uvm_offload.routing.trace import Trace
-from sglang_uvm_offload.sizing.safetensors_header import read_folder
 
 
 def some_trace(tokens: int = 6, layers: int = 5, k: int = 3, experts: int = 8, requests: int = 2) -> Trace:

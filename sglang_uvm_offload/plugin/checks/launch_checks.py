@@ -16,6 +16,7 @@ from sglang.srt.utils import get_device_memory_capacity
 
 from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plan.moe_shape import stated_experts
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import (
     combinations,
@@ -35,7 +36,6 @@ from sglang_uvm_offload.plugin.launch import (
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
 from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat, routing_format
-from sglang_uvm_offload.sizing.moe_shape import stated_experts
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_uvm_offload.sizing.demand import Demand
+from sglang_uvm_offload.residency.demand import Demand
 
 
 def demand_of(cfg: Any, given: Any, model: Any) -> Demand:

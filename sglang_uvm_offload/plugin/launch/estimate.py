@@ -12,6 +12,16 @@ from sglang_uvm_offload.config import AUTO, RequestedConfig
 from sglang_uvm_offload.cuda.device import DriverError
 from sglang_uvm_offload.flags import NEVER, FlagError, flag_name
 from sglang_uvm_offload.memory.host_ram import host_available
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.inputs import Assumptions, Reserve, Workload
+from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.plan.machine import Machine
+from sglang_uvm_offload.plan.measured_link import with_measured_link
+from sglang_uvm_offload.plan.model_files import ModelFiles
+from sglang_uvm_offload.plan.outcome import Plan
+from sglang_uvm_offload.plan.planner import plan_case
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source
 from sglang_uvm_offload.plugin.launch.demand import demand_of
@@ -27,18 +37,8 @@ from sglang_uvm_offload.plugin.launch.ranks import (
     ranks,
     rates,
 )
+from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.slot_split import Slots
-from sglang_uvm_offload.sizing.case import Case
-from sglang_uvm_offload.sizing.demand import Demand
-from sglang_uvm_offload.sizing.engine_shape import shape_of
-from sglang_uvm_offload.sizing.inputs import Assumptions, Reserve, Workload
-from sglang_uvm_offload.sizing.kv_cache import DTYPE_BYTES
-from sglang_uvm_offload.sizing.machine import Machine
-from sglang_uvm_offload.sizing.measured_link import with_measured_link
-from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.plan import Plan
-from sglang_uvm_offload.sizing.planner import plan_case
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError
 from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")

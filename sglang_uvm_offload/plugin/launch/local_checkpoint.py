@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.files import reading
-from sglang_uvm_offload.sizing.model_files import ModelFiles
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_folder
+from sglang_uvm_offload.plan.model_files import ModelFiles
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_folder
 
 
 def unreadable(model: str) -> str | None:

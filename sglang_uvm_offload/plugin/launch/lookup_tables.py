@@ -7,8 +7,8 @@ from typing import Any
 from sglang.srt.environ import envs
 
 from sglang_uvm_offload.config import Settings
+from sglang_uvm_offload.plan.lookup_tables import BACKENDS, MANAGED, PLE_CLASS, PLE_FLAG, REGISTERED, TABLES_FLAG, VRAM
 from sglang_uvm_offload.plugin.compat import maps_engram_shards
-from sglang_uvm_offload.sizing.lookup_tables import BACKENDS, MANAGED, PLE_CLASS, PLE_FLAG, REGISTERED, TABLES_FLAG, VRAM
 
 
 def tables_in(cfg: Any, model: Any, in_host: bool) -> str:

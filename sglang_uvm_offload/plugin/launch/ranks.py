@@ -9,10 +9,10 @@ from sglang_uvm_offload.cuda.device import free_vram, integrated, visible_gpus
 from sglang_uvm_offload.cuda.kept_link import kept_link
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.kept_links import KeptLink
-from sglang_uvm_offload.sizing.inputs import Assumptions, Parallel
-from sglang_uvm_offload.sizing.machine import Machine, MachineError, of_gpus
-from sglang_uvm_offload.sizing.measured_link import with_measured_link
-from sglang_uvm_offload.sizing.rates import StreamRates, stream_rates
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel
+from sglang_uvm_offload.plan.machine import Machine, MachineError, of_gpus
+from sglang_uvm_offload.plan.measured_link import with_measured_link
+from sglang_uvm_offload.plan.rates import StreamRates, stream_rates
 
 
 class Rank(NamedTuple):

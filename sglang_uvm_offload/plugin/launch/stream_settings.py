@@ -6,8 +6,8 @@ import logging
 
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.flags import NEVER, flag_name
-from sglang_uvm_offload.sizing.rates import StreamRates
-from sglang_uvm_offload.sizing.streaming import break_even_tokens
+from sglang_uvm_offload.plan.rates import StreamRates
+from sglang_uvm_offload.plan.streaming import break_even_tokens
 
 logger = logging.getLogger(__name__)
 

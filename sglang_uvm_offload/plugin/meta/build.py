@@ -35,12 +35,12 @@ from sglang.srt.server_args import ServerArgs
 from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from sglang_uvm_offload.plan.architectures import model_files
+from sglang_uvm_offload.plan.model_shape import LayerShape, ModelShape
+from sglang_uvm_offload.plan.moe_shape import stated_drafts, stated_top_k
+from sglang_uvm_offload.plan.safetensors_header import NoExperts
 from sglang_uvm_offload.plugin.meta.cache import kv_of
 from sglang_uvm_offload.plugin.meta.tensors import Counted, CountedLayer, counted, counted_layer
-from sglang_uvm_offload.sizing.architectures import model_files
-from sglang_uvm_offload.sizing.checkpoint_shape import CheckpointShape, LayerShape
-from sglang_uvm_offload.sizing.moe_shape import stated_drafts, stated_top_k
-from sglang_uvm_offload.sizing.safetensors_header import NoExperts
 
 _ANY_MODEL: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -121,7 +121,7 @@ def _see_no_machine() -> None:
     quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang registers it for CUDA only
 
 
-def described(folder: Path, **given: str | None) -> CheckpointShape:
+def described(folder: Path, **given: str | None) -> ModelShape:
     """The shape of the model that ``folder`` configures, as a server holds it that is ``given`` these arguments of
     ``ModelConfig``.
 
@@ -142,7 +142,7 @@ def described(folder: Path, **given: str | None) -> CheckpointShape:
             raise error from None
 
 
-def _described(folder: Path, given: Mapping[str, Any]) -> CheckpointShape:
+def _described(folder: Path, given: Mapping[str, Any]) -> ModelShape:
     with tempfile.TemporaryDirectory() as copy:
         _copy_without_code(folder, Path(copy))
         config = _read(copy, given)
@@ -165,7 +165,7 @@ def _shape(
     served: Counted,
     draft: CountedLayer | None,
     drafts: int,
-) -> CheckpointShape:
+) -> ModelShape:
     """``plain``: without quantisation, to count weights; ``served``: as quantised, to count bytes."""
     layers = tuple(
         layer.shape(index, counted.sums["parameters"])
@@ -181,7 +181,7 @@ def _shape(
     outside = plain.outside_parameters + plain.tower_parameters + plain.table_parameters
     tables = sum(table.nbytes for table in served.tables)
     text = config.hf_text_config
-    return CheckpointShape(
+    return ModelShape(
         name="",
         num_layers=len(layers),
         num_experts=max(layer.experts for layer in routed),

@@ -12,7 +12,7 @@ from sglang.srt.configs.model_config import (
     is_deepseek_dsa,
 )
 
-from sglang_uvm_offload.sizing.kv_cache import KvShape
+from sglang_uvm_offload.plan.kv_cache import KvShape
 
 
 def kv_of(config: ModelConfig, num_layers: int) -> KvShape:

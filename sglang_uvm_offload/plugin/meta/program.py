@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_uvm_offload.sizing.safetensors_header import NoExperts
+from sglang_uvm_offload.plan.safetensors_header import NoExperts
 
 MORE_MEMORY = 8 << 30
 """Address space that building may take beyond what SGLang has once it is imported. A model takes some megabytes."""
@@ -24,7 +24,7 @@ MORE_MEMORY = 8 << 30
 
 def main() -> None:
     """For each folder on the command line, which holds a model's configuration and, in ``arguments.json``, those of
-    ``ModelConfig``, print one line of JSON: a ``CheckpointShape``, or the ``error`` with which SGLang fails to build the model.
+    ``ModelConfig``, print one line of JSON: a ``ModelShape``, or the ``error`` with which SGLang fails to build the model.
     Output of libraries goes to standard error."""
     out = os.dup(1)
     os.dup2(2, 1)

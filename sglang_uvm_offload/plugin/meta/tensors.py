@@ -17,9 +17,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from sglang_uvm_offload.sizing.checkpoint_shape import ExpertPart, LayerShape
-from sglang_uvm_offload.sizing.lookup_tables import LookupTable, kind_of
-from sglang_uvm_offload.sizing.safetensors_header import NoExperts
+from sglang_uvm_offload.plan.lookup_tables import LookupTable, kind_of
+from sglang_uvm_offload.plan.model_shape import ExpertPart, LayerShape
+from sglang_uvm_offload.plan.safetensors_header import NoExperts
 
 _ATTENTION = (RadixAttention, RadixLinearAttention, MambaMixer2)
 _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")

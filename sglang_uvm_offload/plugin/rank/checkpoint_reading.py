@@ -25,7 +25,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_uvm_offload.files.page_cache import is_cached
 from sglang_uvm_offload.files.read_ahead import Part, ReadAhead, Share
-from sglang_uvm_offload.sizing.safetensors_header import CheckpointError, read_header
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_header
 
 TOUCHED = 32
 """Tensors whose pages are mapped before the loader takes them, at most."""

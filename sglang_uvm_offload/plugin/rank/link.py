@@ -22,9 +22,9 @@ from sglang_uvm_offload.memory.link import (
     MeasuredLink,
     Offloaded,
 )
+from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.plan.measured_link import expected_rates
 from sglang_uvm_offload.plugin.rank.backend import Emulated
-from sglang_uvm_offload.sizing.inputs import Assumptions
-from sglang_uvm_offload.sizing.measured_link import expected_rates
 
 logger = logging.getLogger(__name__)
 

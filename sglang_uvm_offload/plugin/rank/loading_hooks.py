@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
+from sglang_uvm_offload.plan.moe_shape import stated_top_k
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import link
@@ -23,7 +24,6 @@ from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
 from sglang_uvm_offload.residency.model import ModelExperts
-from sglang_uvm_offload.sizing.moe_shape import stated_top_k
 
 _WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral")
 """The values of ``--load-format`` with which SGLang's loader writes a model weight by weight, as it reads."""

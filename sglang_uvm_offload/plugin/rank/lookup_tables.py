@@ -15,8 +15,8 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.memory.protocol import Memory, Span
+from sglang_uvm_offload.plan.lookup_tables import TABLES_FLAG
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
-from sglang_uvm_offload.sizing.lookup_tables import TABLES_FLAG
 
 _NGRAMS = "sglang.srt.layers.n_gram_embedding.NgramEmbedding"
 _TABLE = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"

@@ -33,10 +33,10 @@ from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, long
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget
+from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.profile import Profile
-from sglang_uvm_offload.sizing.demand import Demand
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 
 logger = logging.getLogger(__name__)

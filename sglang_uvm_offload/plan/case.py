@@ -1,0 +1,267 @@
+"""One input of the planner, and what ranks do with it: the numbers that a rank of a launch measures are estimated here, and
+divided by the same ``residency.budget``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cached_property
+
+from sglang_uvm_offload.config import slot_problems
+from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES, STATE_SHARE, STATES_OF_REQUEST
+from sglang_uvm_offload.plan.lookup_tables import MANAGED
+from sglang_uvm_offload.plan.machine import GIB
+from sglang_uvm_offload.plan.model_shape import LayerShape
+from sglang_uvm_offload.plan.outcome import RankMemory
+from sglang_uvm_offload.plan.rank_weights import RankWeights
+from sglang_uvm_offload.plan.rates import stream_rates
+from sglang_uvm_offload.plan.routing_curves import HitRates, hit_rates
+from sglang_uvm_offload.plan.stage_cost import StageCost, Stream
+from sglang_uvm_offload.plan.streaming import break_even_tokens
+from sglang_uvm_offload.plan.vocabulary import head_ranks
+from sglang_uvm_offload.residency.budget import (
+    DRIVER_BYTES,
+    ONE_MEMORY,
+    Asked,
+    Division,
+    RankBudget,
+    buffers_in,
+    corrected,
+    divide,
+)
+from sglang_uvm_offload.residency.host_need import HostNeed
+from sglang_uvm_offload.residency.slot_split import Slots
+
+_N = flag_name("num_resident")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(RankWeights):
+    """Methods with a ``stage`` are about one rank of that pipeline stage."""
+
+    num_resident: int | None = None
+    """Residents of a layer, None for the most that fit."""
+
+    # Dividing
+
+    @cached_property
+    def division(self) -> Division:
+        """Raises ``FlagError``, as the ranks of a launch do, and for a number that leaves the KV cache too little."""
+        if self.num_resident is not None and (most := self._most_beside_cache()) < self.num_resident:
+            slots = self.asked.slots.asked
+            beside = f" beside {slots} slots" if slots else ""
+            most_do = f"at most {most} residents{beside} do" if most >= 0 else f"no number of residents{beside} does"
+            most_do = ONE_MEMORY if self.machine.one_memory else most_do
+            raise FlagError(
+                [
+                    f"{_N} {self.num_resident}: leaves no room for a KV cache of {self.kv_tokens} tokens "
+                    f"({self.asked.demand}); {most_do}"
+                ]
+            )
+        return divide(self.asked, self.ranks)
+
+    def _most_beside_cache(self) -> int:
+        """The residents beside which VRAM holds the KV cache, with the slots and the stream buffers that are asked for; -1 if
+        not even none."""
+        asked = dataclasses.replace(self.asked, num_resident=None)
+        given, largest = asked.stream_gb, max(rank.buffer for rank in self.ranks)
+        try:
+            return corrected(Division(0, asked.slots.asked or 0, buffers_in(given, largest) if given else 0), asked, self.ranks)
+        except FlagError:
+            return -1
+
+    @property
+    def fits(self) -> bool:
+        try:
+            return self.division is not None
+        except FlagError:
+            return False
+
+    def number_problems(self) -> list[str]:
+        """Why the model cannot have the given residents, or slots with them."""
+        given, experts = self.num_resident, self.model.num_experts
+        if given is None:
+            return []
+        if not 0 <= given <= experts:
+            return [f"--num-resident {given}: the model has {experts} experts a layer"]
+        return slot_problems(self.slots.asked or 0, given, experts)
+
+    @cached_property
+    def asked(self) -> Asked:
+        longest = self.defaults.chunked_prefill_size
+        return Asked(
+            num_resident=self.num_resident,
+            slots=self.slots if self.num_resident is None else Slots(self.slots.asked or 0),
+            stream_gb=self.reserve.stream_gb,
+            top_k=self.model.top_k,
+            streams=lambda residents, slots: self.stream_tokens(residents, slots) <= longest,
+            demand=self.workload.demand,
+            cache_tokens=self.kv_tokens,
+        )
+
+    @cached_property
+    def ranks(self) -> list[RankBudget]:
+        """All of the machine. Those of a pipeline stage differ by their experts alone."""
+        p = self.parallel
+        return [rank for stage in range(p.pp) for ep_rank in range(p.ep) for rank in [self._rank(stage, ep_rank)] * self._alike]
+
+    @property
+    def _alike(self) -> int:
+        """Ranks that hold the same layers and experts."""
+        return self.parallel.moe_tp * self.parallel.replicas
+
+    def _rank(self, stage: int, ep_rank: int) -> RankBudget:
+        cache, reserve = self.kv_bytes(stage), self.reserve
+        page = self.workload.page_tokens
+        return RankBudget(
+            name=f"a rank of pipeline stage {stage}" if self.parallel.pp > 1 else "a rank",
+            free=self.budget - self.plain_bytes[stage] - self.table_bytes(stage),
+            cache=cache,
+            cache_of_requests=self._request_tables + (self._state_bytes(stage) if self.model.kv.state_layers else 0),
+            least_cache=int(page * self.kv_token_bytes(stage)),
+            experts=self.sizes(stage, ep_rank),
+            buffer=self.stream_layer_bytes(stage),
+            gpu=stage,
+            node=0,
+            host=max(0, self.machine.host_bytes - self._draft_host_bytes(self.draft_residents)),
+            host_cache=reserve.hicache_bytes or int(reserve.hicache_ratio * cache),
+            host_process=int(self.assumed.process_gib * GIB),
+            host_tables=self.table_host_bytes // self.parallel.ranks,
+            one_memory=self.machine.one_memory,
+        )
+
+    def _draft_host_bytes(self, residents: int) -> int:
+        """Host RAM of the draft layers' offloaded experts, over all ranks."""
+        return self._alike * sum(self.draft_sizes(rank).offloaded[residents] for rank in range(self.parallel.ep))
+
+    # Streaming
+
+    def stream_tokens(self, residents: int, slots: int) -> int:
+        """From how many tokens on prefill streams."""
+        if self.reserve.stream_tokens is not None:
+            return self.reserve.stream_tokens
+        rates = stream_rates(self.machine, self.parallel, self.assumed)
+        return break_even_tokens(self.model.num_experts, self.model.top_k, residents + slots, rates)
+
+    def stream(self, division: Division) -> Stream:
+        return Stream(division.buffers, self.stream_tokens(division.num_resident, division.slots))
+
+    # The KV cache
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        """Tokens of KV cache that a rank needs."""
+        return self.workload.tokens_of_rank(self.parallel)
+
+    def kv_token_bytes(self, stage: int) -> float:
+        kv, itemsize = self.model.kv, DTYPE_BYTES[self.workload.kv_cache_dtype]
+        one = kv.layer_bytes(self.parallel.attn_tp, itemsize)
+        drafts = one * len(self.drafts())
+        return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
+
+    def kv_bytes(self, stage: int) -> int:
+        """The KV cache that the workload needs, the states of its requests, and the table of each request's slots."""
+        return int(self.kv_tokens * self.kv_token_bytes(stage)) + self._state_bytes(stage) + self._request_tables
+
+    @property
+    def _request_tables(self) -> int:
+        """4 bytes a token of context."""
+        return 4 * self._requests * self.workload.context_length
+
+    @property
+    def _requests(self) -> int:
+        return self.workload.requests_of_rank(self.parallel)
+
+    def _state_bytes(self, stage: int) -> int:
+        """SGLang divides what it has between states and cache at a fixed ratio, and keeps several states of each request."""
+        one = self.model.kv.state_bytes(self.stages[stage], self.parallel.attn_tp)
+        cache = self.kv_tokens * self.kv_token_bytes(stage)
+        least = (STATES_OF_REQUEST * self._requests + 1) * one
+        return int(max(STATE_SHARE * cache, least + least / STATE_SHARE - cache)) if one else 0
+
+    # What a division takes
+
+    def rank(self, stage: int, division: Division) -> RankMemory:
+        """The rank of a stage that takes most VRAM, and the host RAM of that with most offloaded."""
+        n, slots = division.num_resident, division.slots
+        each = len(self.ranks) // self.parallel.pp
+        sizes = [rank.experts for rank in self.ranks[stage * each : (stage + 1) * each]]
+        most = max(sizes, key=lambda held: held.in_vram(n, slots))
+        moe = sum(bool(layer.experts) for layer in self.decoder_layers(stage))
+        return RankMemory(
+            stage=stage,
+            layers=len(self.stages[stage]),
+            moe_layers=moe,
+            resident_experts=-(-n // self.parallel.ep) * moe,
+            plain_weights=self.plain_bytes[stage],
+            table_bytes=self.table_bytes(stage),
+            resident_bytes=most.experts(n, slots),
+            slot_bytes=most.slots[slots],
+            stream_buffers=division.buffers,
+            stream_bytes=division.buffers * self.stream_layer_bytes(stage),
+            kv_bytes=self.kv_bytes(stage),
+            driver_bytes=DRIVER_BYTES,
+            budget_bytes=self.budget,
+            host_bytes=max(held.offloaded[n] for held in sizes),
+        )
+
+    def host_need(self, division: Division, after_moves: bool = False) -> HostNeed:
+        """Of all ranks, and the margin that offloading leaves free. ``after_moves``: the most that it may grow to, because
+        promoted experts keep their host pages."""
+        n, experts = division.num_resident, self.model.num_experts
+        n = 0 if after_moves and 0 < n < experts else n
+        drafts = 0 if after_moves and self.draft_residents < experts else self.draft_residents
+        return HostNeed(
+            sum(rank.experts.offloaded[n] for rank in self.ranks) + self._draft_host_bytes(drafts),
+            sum(rank.host_cache for rank in self.ranks),
+            int(self.assumed.process_gib * GIB) * self.parallel.ranks,
+            self.table_host_bytes,
+            tables_are_managed=self.tables_in == MANAGED,
+        )
+
+    # What it reads and computes
+
+    def measured_hit_rates(self, division: Division, requests: int) -> HitRates:
+        """What residents and slots serve of measured routing."""
+        rows = division.num_resident + division.slots
+        slot_share = division.slots / rows if rows else 0.0
+        return hit_rates(self.model.family, requests, rows / self.model.num_experts, slot_share)
+
+    @cached_property
+    def costs(self) -> tuple[StageCost, ...]:
+        """One for each pipeline stage."""
+        return tuple(self._costs())
+
+    def _costs(self) -> Iterator[StageCost]:
+        p, model = self.parallel, self.model
+        residents, served = self.draft_residents, 1.0
+        if self.offloads_drafts:
+            served = hit_rates(model.family, self.workload.requests, residents / model.num_experts, 0.0).lowest.rate
+        beside = sum(self._draft_bytes(layer) for layer in self.drafts())
+        for stage, indices in enumerate(self.stages):
+            layers = self.decoder_layers(stage)
+            embedding = self.embedding_bytes if stage == 0 and model.head else 0
+            # Drafts are computed where the last layer is, and read the head for each token that they draft.
+            drafting = self.drafts() if stage == p.pp - 1 else ()
+            yield StageCost(
+                layers=len(layers),
+                dense_bytes=self.plain_bytes[stage] - embedding - self.draft_sizes(p.ep - 1).resident[residents] - beside,
+                dense_flops=2 * sum(layer.parameters for layer in layers) / p.tp,
+                expert_layers=tuple(sum(n for n, _ in self.expert_tensors(layer)) for layer in layers if layer.experts),
+                expert_flops=2 * model.expert_parameters / p.moe_tp,
+                kv_read_bytes=model.kv.read_bytes(
+                    indices, p.attn_tp, DTYPE_BYTES[self.workload.kv_cache_dtype], self.workload.context_length
+                ),
+                latent_attention=bool(model.kv.latent),
+                gemm_rate=2.0 if model.quantization == "fp8" else 1.0,
+                draft_layers=len(drafting),
+                draft_bytes=beside + -(-(model.head or model.embedding) // head_ranks(p)),
+                draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
+                draft_residents=residents,
+                draft_hit_rate=served,
+            )
+
+    def _draft_bytes(self, layer: LayerShape) -> int:
+        """The weights of a draft layer other than its routed experts, on one rank."""
+        return self.attention_bytes(layer) + -(-layer.feed_forward // self.parallel.tp) + layer.replicated

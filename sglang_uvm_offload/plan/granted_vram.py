@@ -1,0 +1,82 @@
+"""One input of the planner, and the VRAM that SGLang grants a rank for weights and KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.plan import sglang_memory
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.lookup_tables import VRAM
+from sglang_uvm_offload.plan.machine import GIB, Machine
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.outcome import Vram
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class GrantedVram:
+    """``case.Case`` as far as it asks for nothing yet."""
+
+    model: ModelShape
+    machine: Machine
+    workload: Workload
+    parallel: Parallel
+    reserve: Reserve
+    assumed: Assumptions
+    slots: Slots = NO_SLOTS
+    tables_in: str = VRAM
+    """Where SGLang keeps lookup tables that it can keep there."""
+    block_bytes: int = BLOCK_BYTES
+    """The memory backend's unit of residency."""
+
+    @cached_property
+    def defaults(self) -> sglang_memory.Defaults:
+        return sglang_memory.defaults(
+            self.machine.vram_bytes,
+            tp=self.parallel.tp,
+            pp=self.parallel.pp,
+            dp_attention=self.parallel.dp if self.parallel.dp_attention else 1,
+            latent_attention=bool(self.model.kv.latent),
+            max_running_requests=self.workload.requests,
+            chunked_prefill_size=self.reserve.chunked_prefill_size,
+            cuda_graphs=self.reserve.cuda_graphs,
+        )
+
+    @cached_property
+    def fraction(self) -> float:
+        given = self.reserve.mem_fraction_static
+        return self.defaults.mem_fraction_static if given is None else given
+
+    @property
+    def taken_before_loading(self) -> int:
+        """VRAM that the server's processes take before they load the model."""
+        return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
+
+    @property
+    def free_vram(self) -> int:
+        """Of one GPU, before the server's processes start. An integrated one has what is available of the host's memory, as
+        SGLang sees it (``get_available_gpu_memory``)."""
+        free, machine = self.reserve.free_vram_bytes, self.machine
+        free = machine.vram_bytes if free is None else free
+        return min(free, machine.pool_bytes) if machine.one_memory else free
+
+    @cached_property
+    def budget(self) -> int:
+        """Bytes for weights and KV cache on a rank: the static fraction, less the headroom, of what is free before loading. At
+        least 0: on a small GPU both factors may be negative."""
+        free = self.free_vram
+        granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
+        return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
+
+    @property
+    def vram(self) -> Vram:
+        """How a GPU is divided. A share that the GPU does not have is cut off."""
+        total = self.machine.vram_bytes
+        free = min(self.free_vram, total)
+        runtime = min(self.taken_before_loading, free)
+        images = min(self.reserve.image_bytes, free - runtime)
+        rest = free - runtime - images - self.budget
+        sglang = min(rest, int((free - runtime) * (1 - max(0.0, self.fraction))))
+        return Vram(total - free, runtime, sglang, rest - sglang, images, self.budget)

@@ -1,0 +1,244 @@
+"""Whether a model fits, with how many residents, and how fast: shapes and a machine in, a plan out. Pure.
+
+How VRAM is divided is decided as in a launch, by ``residency.budget``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
+
+from sglang_uvm_offload.config import AUTO
+from sglang_uvm_offload.flags import FlagError, config_flag, flag_name
+from sglang_uvm_offload.plan.case import Case
+from sglang_uvm_offload.plan.draft_cost import draft_note, draft_speeds
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_flags, table_note
+from sglang_uvm_offload.plan.machine import Machine
+from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.outcome import Alternative, Plan, Speed
+from sglang_uvm_offload.plan.plan_report import render
+from sglang_uvm_offload.plan.ranks import other_ranks, shape_problems
+from sglang_uvm_offload.plan.remedies import remedies
+from sglang_uvm_offload.plan.speed import hiding_chunk, predict
+from sglang_uvm_offload.plan.verdict import useless_on_a_slow_link, uselessness
+from sglang_uvm_offload.residency.budget import Division
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
+from sglang_uvm_offload.units import size
+
+__all__ = ["plan", "render"]
+
+MORE_RESIDENTS = ({"chunked_prefill_size": 1024}, {"mem_fraction_static": 0.9})
+"""Values of SGLang's flags that leave less memory for activations and CUDA graphs, and so more for residents."""
+
+_N = flag_name("num_resident")
+_SLOTS = flag_name("slots")
+_STREAM_GB = flag_name("stream_buffer_gb")
+
+
+def plan(
+    model: ModelShape,
+    machine: Machine,
+    workload: Workload,
+    parallel: Parallel,
+    reserve: Reserve | None = None,
+    assumed: Assumptions | None = None,
+    hit_rate: float | None = None,
+    num_resident: int | None = None,
+    slots: Slots = NO_SLOTS,
+) -> Plan:
+    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents and slots serve, None if
+    unknown. ``num_resident``: the residents of a layer to plan with, None for the most that fit with ``slots``."""
+    given = (model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
+    return plan_case(Case(*given, slots=slots, num_resident=num_resident), hit_rate)
+
+
+def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
+    """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
+    model = case.model
+    blank = Plan(
+        model=model.name,
+        machine=case.machine,
+        workload=case.workload,
+        parallel=case.parallel,
+        num_resident=None,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        moe_layers=len(model.moe_layers),
+        weights_bytes=model.total_bytes,
+        expert_bytes=model.expert_bytes,
+        total_parameters=model.total_parameters - model.draft_parameters,
+        active_parameters=model.active_parameters,
+        shared_parameters=model.shared_parameters,
+        draft_parameters=model.draft_parameters,
+        quantization=model.quantization,
+        assumptions=case.assumed,
+    )
+    if misshapen := shape_problems(case):
+        return dataclasses.replace(blank, problems=tuple(misshapen), needs=tuple(other_ranks(case)))
+    if misnumbered := case.number_problems():
+        return dataclasses.replace(blank, problems=tuple(misnumbered))
+    try:
+        division, problems = case.division, ()
+    except FlagError as error:
+        division, problems = Division(0, 0, 0), tuple(error.problems)
+    sized = dataclasses.replace(
+        blank,
+        mem_fraction_static=case.fraction,
+        headroom_gb=case.reserve.headroom_gb,
+        stream_tokens=case.stream(division).tokens,
+        chunked_prefill_size=case.defaults.chunked_prefill_size,
+        kv_tokens=case.kv_tokens,
+        kv_token_bytes=max(map(case.kv_token_bytes, range(case.parallel.pp))),
+        ranks=tuple(case.rank(stage, division) for stage in range(case.parallel.pp)),
+        vram=case.vram,
+        table_bytes=sum(table.nbytes for table in model.tables),
+        tables_in=case.tables_in if model.tables else "",
+        tables_host=case.table_host_bytes,
+        host_needed=case.host_need(division).total,
+        notes=tuple(_notes(case)),
+        problems=problems,
+    )
+    if problems:
+        mended = case.num_resident is None and not case.machine.one_memory  # a number is answered with one that fits
+        return dataclasses.replace(sized, needs=tuple(remedies(case)) if mended else ())
+    drafts = draft_note(case, division) if case.workload.drafts else ""
+    served = dataclasses.replace(
+        sized,
+        num_resident=division.num_resident,
+        slots=division.slots,
+        notes=(*sized.notes, *_notes_of(case, division), *filter(None, [drafts])),
+        draft_note=drafts,
+        flags=_flags(case, division),
+    )
+    if case.machine.link_gbps:
+        machine = case.machine
+        served = dataclasses.replace(
+            served,
+            speeds=_speeds(case, division, hit_rate),
+            draft_speeds=draft_speeds(case, division, hit_rate) if case.workload.drafts else (),
+            hiding_chunk=_hiding_chunk(case, division, machine),
+            slowest_hiding_chunk=_hiding_chunk(case, division, machine.slowest or machine),
+        )
+    notes = (*served.notes, *filter(None, [useless_on_a_slow_link(served)]))
+    return dataclasses.replace(served, useless=uselessness(served), notes=notes)
+
+
+def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tuple[Alternative, ...]:
+    """The plans with ``MORE_RESIDENTS``, of flags that were not given, that have more of them than ``planned``, the plan for
+    ``case`` with the most residents."""
+    if planned.num_resident in (None, planned.num_experts):
+        return ()
+    out = []
+    for change in MORE_RESIDENTS:
+        ((field, value),) = change.items()
+        if getattr(case.reserve, field) is not None:
+            continue
+        other = plan_case(dataclasses.replace(case, reserve=dataclasses.replace(case.reserve, **change)), hit_rate)
+        if other.rows > planned.rows and other.num_resident is not None:
+            flag = f"--{field.replace('_', '-')} {value}"
+            out.append(Alternative(flag, other.num_resident, other.slots, other.vram.sglang, other.speeds))
+    return tuple(out)
+
+
+def _notes(case: Case) -> list[str]:
+    """Of any division."""
+    out = [note] if (note := table_note(case.model.tables, case.tables_in, case.machine.one_memory)) else []
+    if case.parallel.ranks < case.machine.gpus:
+        p, gpus = case.parallel, case.machine.gpus
+        ranks = f"tensor parallelism over {p.tp}" + (f", {p.pp} pipeline stages" if p.pp > 1 else "")
+        ranks += f", {p.replicas} replicas" if p.replicas > 1 else ""
+        out.append(f"{p.ranks} of {gpus} GPUs are used ({ranks}); the others stay idle")
+    return out
+
+
+def _notes_of(case: Case, division: Division) -> list[str]:
+    out, experts = [], case.model.num_experts
+    if division.num_resident == experts:
+        slots = f", and {_SLOTS} is of no use" if case.slots.asked else ""
+        others = [
+            *(["draft layers"] if case.offloads_drafts else []),
+            *(["lookup tables"] if case.tables_in == MANAGED else []),
+        ]
+        needed = f"is needed for {' and '.join(others)} only" if others else "is not needed"
+        out.append(f"every expert fits in VRAM: offloading {needed}{slots}")
+    elif case.reserve.stream_gb and not division.buffers:
+        one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
+        out.append(
+            f"{_STREAM_GB} {case.reserve.stream_gb:g} is less than one stream buffer, which takes {one}: nothing streams"
+        )
+    wanted = case.asked.slots.of(division.num_resident + division.slots, experts)
+    if division.slots < wanted:
+        out.append(f"{_SLOTS} {AUTO}: {division.slots} slots, not {wanted}, because host RAM does not hold more experts")
+    if division.slots:
+        out.append(
+            "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner (--moe-runner-backend); whether one of these serves the "
+            "model is not known here"
+        )
+    most, available = case.host_need(division, after_moves=True).total, case.machine.host_bytes
+    if most > available and not case.machine.one_memory:
+        out.append(
+            f"host RAM use would grow to {size(most)} as residents change, because promoted experts keep their host pages, and "
+            f"{size(available)} are available: moving ends before; residents that a {flag_name('profile')} chooses at the "
+            "start need no moves"
+        )
+    return out
+
+
+def _flags(case: Case, division: Division) -> tuple[str, ...]:
+    p, w = case.parallel, case.workload
+    out = [f"--model-path {shlex.quote(case.model.name)}", f"--tp-size {p.tp}"]
+    out += [f"--ep-size {p.ep}"] if p.ep > 1 else []
+    out += [f"--pp-size {p.pp}"] if p.pp > 1 else []
+    out += [f"--dp-size {p.dp}"] if p.dp > 1 else []
+    out += ["--enable-dp-attention"] if p.dp_attention else []
+    out += [f"--mem-fraction-static {case.fraction}", f"--chunked-prefill-size {case.defaults.chunked_prefill_size}"]
+    out += [f"--context-length {w.context_length}", f"--max-running-requests {w.requests}"]
+    out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
+    out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
+    out += ["--speculative-algorithm NEXTN"] if w.speculative else []
+    out += table_flags(case.model.tables, case.tables_in)
+    options: dict[str, Any] = {"lookup_tables": "host"} if case.tables_in == MANAGED else {}
+    options |= {"draft_num_resident": case.draft_residents} if case.offloads_drafts else {}
+    if division.num_resident < case.model.num_experts or case.offloads_drafts or case.tables_in == MANAGED:
+        out += [f"{_N} {division.num_resident}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
+        out += [f"{_SLOTS} {division.slots}"] if division.slots else []
+        options |= {"stream_buffer_gb": case.reserve.stream_gb} if case.reserve.stream_gb is not None else {}
+    return (*out, config_flag(**options)) if options else tuple(out)
+
+
+def _speeds(case: Case, division: Division, hit_rate: float | None) -> tuple[Speed, ...]:
+    """For one request and for all, at the given hit rate or at those of measured routing."""
+    batches = sorted({1, case.workload.requests})
+    if division.num_resident == case.model.num_experts:
+        return tuple(_speed(case, division, requests, "all in VRAM", 1.0) for requests in batches)
+    if hit_rate is not None:
+        return tuple(_speed(case, division, requests, "hit rate as given", hit_rate) for requests in batches)
+    return tuple(
+        dataclasses.replace(_speed(case, division, requests, name, found.rate), measured_on=found)
+        for requests in batches
+        for name, found in case.measured_hit_rates(division, requests).named().items()
+    )
+
+
+def _speed(case: Case, division: Division, requests: int, name: str, hit_rate: float) -> Speed:
+    def over(machine: Machine) -> Speed:
+        return predict(
+            *(name, hit_rate, division.num_resident, case.model.num_experts, case.model.top_k, list(case.costs), machine),
+            *(case.workload, case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed),
+            case.stream(division),
+            slots=division.slots,
+        )
+
+    offloads = division.num_resident < case.model.num_experts or case.offloads_drafts
+    slowest = case.machine.slowest if offloads else None
+    return dataclasses.replace(over(case.machine), slowest=None if slowest is None else over(slowest))
+
+
+def _hiding_chunk(case: Case, division: Division, machine: Machine) -> int:
+    rows = division.num_resident + division.slots
+    return hiding_chunk(
+        *(rows, case.model.num_experts, case.model.top_k, list(case.costs), machine, case.parallel, case.assumed),
+        case.stream(division),
+    )

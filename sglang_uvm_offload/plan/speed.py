@@ -1,0 +1,303 @@
+"""Predicting decode and prefill speed from reads of VRAM, compute, and reads of offloaded experts over the link.
+
+    decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
+                    + one pass of the draft layers for each drafted token
+    prefill chunk = the same for a chunk of the prompt, where an offloaded expert is read once for each of its blocks of rows;
+                    at least the time of launching its kernels
+    streamed      = compute and VRAM reads + the longer of what a copy takes from these and what its layer waits for:
+                    the longer of  bytes of its offloaded experts / copy rate  and  bytes of its residents / rate of copies in
+                    VRAM,  less the time of what runs meanwhile
+
+A chunk streams if it has enough tokens. Each layer's experts are then copied to a buffer once, while the layer before
+computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first MoE
+layer begins with the chunk, and overlaps what comes before its experts; layers without experts are taken to come first.
+
+With slots, a decode step counts N as residents and slots together. Every miss is taken to fill a slot: it crosses the link
+once, at the rate of a copy, and is then read from VRAM; and each MoE layer takes time to decide. A fill ends before its layer
+computes, so it overlaps with no read of VRAM. Reads in place are not taken to overlap either (the sum above), so slots lose
+nothing by it here. Where a prefill reads in place, residents and slots serve their share of the experts, as if by chance,
+because slots hold what other requests decoded with. Where it streams, it copies what is neither resident nor in a slot. That
+slots are full is assumed, and so is that filling them after a prefill costs nothing.
+
+The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
+small to fill a GPU, and latent attention has more of them.
+
+Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
+share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
+(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. Some offloaded experts are
+more likely than others, so a decode step of several tokens misses fewer (``expert_skew``); a prompt uses nearly all. An
+offloaded expert has T p rows: it is used less than a resident one, so it has fewer blocks of rows. The tokens that a step
+verifies for one request follow each other and share experts, so each after the first counts as less than an independent one.
+
+A CPU engine, for comparison, computes the routed experts in host memory: its step is the resident step without reading
+experts, plus the bytes of all active experts over the rate that a CPU engine reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import expm1, lgamma
+
+from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Workload
+from sglang_uvm_offload.plan.layer_copy import LayerCopy, layer_copy
+from sglang_uvm_offload.plan.machine import Machine
+from sglang_uvm_offload.plan.outcome import Speed
+from sglang_uvm_offload.plan.rates import GIGA, copy_rate, read_rate
+from sglang_uvm_offload.plan.stage_cost import IN_PLACE, StageCost, Stream
+
+HIDING_CHUNKS = range(256, 65536 + 1, 256)
+"""The sizes among which the smallest is sought that hides its copies."""
+
+
+def distinct(num_experts: int, choices: float, tokens: float, skew: float = 0.0) -> float:
+    """How many of ``num_experts`` experts are activated by ``tokens`` tokens with ``choices`` choices each. Experts are equally
+    likely, or as a beta distribution has it whose squared coefficient of variation is ``skew`` where choices are few."""
+    mean = min(1.0, choices / num_experts) if num_experts else 0.0
+    if not skew or mean in (0.0, 1.0):
+        return num_experts * (1 - (1 - mean) ** tokens)
+    often, seldom = 1 / skew, (1 / mean - 1) / skew
+    unused = lgamma(seldom + tokens) - lgamma(seldom) + lgamma(often + seldom) - lgamma(often + seldom + tokens)
+    return num_experts * -expm1(unused)
+
+
+def predict(
+    routing: str,
+    hit_rate: float,
+    num_resident: int,
+    num_experts: int,
+    top_k: int,
+    stages: list[StageCost],
+    machine: Machine,
+    workload: Workload,
+    parallel: Parallel,
+    requests: int,
+    chunk: int,
+    assumed: Assumptions,
+    stream: Stream = IN_PLACE,
+    slots: int = 0,
+) -> Speed:
+    """The speed with ``num_resident`` experts of each layer in VRAM, and ``slots``, that serve the share ``hit_rate`` of all
+    uses when decoding."""
+    rows = num_resident + slots
+    # Each row serves at most one of a token's choices.
+    hit_rate = min(hit_rate, rows / top_k, 1.0)
+    if num_resident == num_experts:
+        hit_rate = 1.0
+    model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
+    drafts = workload.draft_tokens - 1 if workload.speculative else 0
+    batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
+    yielded = assumed.accepted_tokens if workload.speculative else 1
+    decode = model.decode_step(rows, hit_rate, batch, fills=slots > 0)
+    resident = replace(model, stages=[replace(stage, draft_residents=None, draft_hit_rate=1.0) for stage in stages])
+    resident_decode = resident.decode_step(num_experts, 1.0, batch)
+    chunk_tokens = min(chunk, workload.prompt_tokens)
+    chunks = -(-workload.prompt_tokens // chunk_tokens)
+    prompt = _Batch(chunk_tokens, 0, 0)
+    streamed = bool(stream.buffers) and num_resident < num_experts and chunk_tokens >= stream.tokens
+    if streamed:
+        reread, prefill = 1.0, model.streamed_chunk(rows, prompt, stream.buffers)
+    else:
+        served = rows / num_experts if slots else hit_rate
+        reread = model.reread(rows, served, prompt)
+        prefill = model.prefill_chunk(rows, served, prompt, reread)
+    resident_prefill = model.resident_chunk(prompt)
+    return Speed(
+        routing=routing,
+        hit_rate=hit_rate,
+        requests=requests,
+        missed_experts=decode.missed,
+        missed_bytes=decode.missed_bytes,
+        decode_step_s=decode.seconds,
+        decode_tokens_s=requests * yielded / decode.seconds,
+        resident_step_s=resident_decode.seconds,
+        prefill_chunk_s=prefill,
+        prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
+        resident_prefill_tokens_s=workload.prompt_tokens / (chunks * resident_prefill),
+        reread=reread,
+        streamed=streamed,
+        cpu_engine_step_s=model.cpu_engine_step(batch),
+    )
+
+
+def hiding_chunk(
+    rows: int,
+    num_experts: int,
+    top_k: int,
+    stages: list[StageCost],
+    machine: Machine,
+    parallel: Parallel,
+    assumed: Assumptions,
+    stream: Stream,
+) -> int:
+    """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows`` residents
+    and slots of each layer; 0 if there is none."""
+    model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
+    chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
+    return next((tokens for tokens in chunks if model.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """``tokens`` rows, one a request in decode; each rank computes the attention of ``attending`` requests. Each request adds
+    ``drafts`` drafted tokens to its row."""
+
+    tokens: int
+    attending: int
+    drafts: int
+
+    def rows(self) -> int:
+        return self.tokens * (1 + self.drafts)
+
+    def independent(self, draft_token_weight: float) -> float:
+        """As many independent tokens activate as many experts."""
+        return self.tokens * (1 + self.drafts * draft_token_weight)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Seconds of a step, and the experts that one rank reads or copies over the link in it, with their bytes."""
+
+    seconds: float
+    missed: float
+    missed_bytes: float
+
+
+@dataclass(frozen=True)
+class _Model:
+    num_experts: int
+    top_k: int
+    stages: list[StageCost]
+    machine: Machine
+    parallel: Parallel
+    assumed: Assumptions
+
+    def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
+        """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""
+        hit, missed = self.activated(rows, hit_rate, batch, self.assumed.expert_skew)
+        layers = sum(len(stage.expert_layers) for stage in self.stages)
+        crossing = missed * sum(sum(stage.expert_layers) for stage in self.stages)
+        from_vram = hit + missed if fills else hit
+        seconds = sum(self.in_vram(stage, from_vram, batch) + self.drafting(stage, batch) for stage in self.stages)
+        drafted = sum(self.drafted_misses(stage, batch) for stage in self.stages)
+        seconds += crossing / (self.copy_rate if fills else self.read_rate)
+        seconds += layers * self.assumed.slot_layer_us * 1e-6 if fills else 0
+        return _Step(seconds, missed * layers, crossing + drafted)
+
+    def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
+        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times."""
+        hit, missed = self.activated(num_resident, hit_rate, prompt)
+        return sum(
+            max(
+                self.launching(stage),
+                self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate,
+            )
+            for stage in self.stages
+        )
+
+    def resident_chunk(self, prompt: _Batch) -> float:
+        """Seconds of a chunk with every expert in VRAM."""
+        return self.prefill_chunk(self.num_experts, 1.0, prompt, 1)
+
+    def reread(self, num_resident: int, hit_rate: float, prompt: _Batch) -> float:
+        """How often a chunk reads an offloaded expert in place: once for each block of its rows."""
+        rows = prompt.tokens * self.top_k * (1 - hit_rate) / max(1, self.num_experts - num_resident)
+        return max(1.0, rows / self.assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
+
+    def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
+        """Seconds of a chunk whose layers find all their experts in a stream buffer."""
+        hit, _ = self.activated(self.num_experts, 1.0, prompt)
+        seconds = 0.0
+        for stage in self.stages:
+            slowed = (copy.slows(self.assumed) for copy in self.copies(stage, num_resident))
+            longer = sum(map(max, slowed, self.waits(stage, num_resident, prompt, buffers)))
+            seconds += max(self.launching(stage), self.in_vram(stage, hit, prompt) + longer)
+        return seconds
+
+    def copies(self, stage: StageCost, num_resident: int) -> list[LayerCopy]:
+        """Of each MoE layer of a stage."""
+        resident, offloaded = num_resident / self.parallel.ep, (self.num_experts - num_resident) / self.parallel.ep
+        of_size = {
+            nbytes: layer_copy(offloaded * nbytes, resident * nbytes, self.copy_rate, self.machine, self.assumed)
+            for nbytes in set(stage.expert_layers)
+        }
+        return [of_size[nbytes] for nbytes in stage.expert_layers]
+
+    def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
+        """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
+        return not any(sum(self.waits(stage, num_resident, prompt, buffers)[1:]) for stage in self.stages)
+
+    def waits(self, stage: StageCost, num_resident: int, prompt: _Batch, buffers: int) -> list[float]:
+        """Seconds that each MoE layer of a stage waits for its experts in a stream buffer."""
+        hit, _ = self.activated(self.num_experts, 1.0, prompt)
+        whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
+        rest = between / stage.layers
+        found, meanwhile = [], (stage.layers - len(stage.expert_layers)) * rest
+        for nbytes, copy in zip(stage.expert_layers, self.copies(stage, num_resident), strict=True):
+            found.append(max(0.0, copy.seconds - meanwhile - rest))
+            meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if buffers > 1 else 0.0
+        return found
+
+    def launching(self, stage: StageCost) -> float:
+        """The least seconds of a chunk: its kernels are launched one by one, while those before them run."""
+        assumed = self.assumed
+        milliseconds = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
+        return stage.layers * milliseconds * 1e-3
+
+    def activated(self, num_resident: int, hit_rate: float, batch: _Batch, skew: float = 0.0) -> tuple[float, float]:
+        """The distinct experts of a layer that one rank reads from VRAM, and over the link, of which some are likelier."""
+        tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
+        hit = distinct(num_resident, self.top_k * hit_rate, tokens)
+        missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens, skew)
+        return hit / ep, missed / ep
+
+    def in_vram(self, stage: StageCost, hit: float, batch: _Batch) -> float:
+        """Seconds of a stage that reads ``hit`` experts a layer, all from VRAM."""
+        read = stage.dense_bytes + hit * sum(stage.expert_layers) + batch.attending * stage.kv_read_bytes
+        choices = self.top_k / self.parallel.ep * len(stage.expert_layers)
+        flops = batch.rows() * (stage.dense_flops + choices * stage.expert_flops)
+        flop_rate = self.machine.tflops * 1e12 * self.assumed.compute_efficiency * stage.gemm_rate
+        return max(flops / flop_rate, read / self.vram_rate) + stage.layers * self.layer_overhead(stage)
+
+    def drafting(self, stage: StageCost, batch: _Batch) -> float:
+        """Seconds of the passes of the draft layers, one for each drafted token of a request."""
+        if not stage.draft_layers:
+            return 0.0
+        residents = self.num_experts if stage.draft_residents is None else stage.draft_residents
+        experts = distinct(residents, self.top_k * stage.draft_hit_rate, batch.tokens) / self.parallel.ep
+        read = stage.draft_bytes + experts * stage.draft_expert_bytes
+        passes = batch.drafts * (read / self.vram_rate + stage.draft_layers * self.layer_overhead(stage))
+        return passes + self.drafted_misses(stage, batch) / self.read_rate
+
+    def drafted_misses(self, stage: StageCost, batch: _Batch) -> float:
+        """Bytes that these passes read over the link."""
+        if not stage.draft_layers or stage.draft_residents is None:
+            return 0.0
+        offloaded = self.num_experts - stage.draft_residents
+        missed = distinct(offloaded, self.top_k * (1 - stage.draft_hit_rate), batch.tokens) / self.parallel.ep
+        return batch.drafts * missed * stage.draft_expert_bytes
+
+    def cpu_engine_step(self, batch: _Batch) -> float:
+        """The step of a CPU engine, 0 if the rate of the host's memory is unknown."""
+        tokens, parallel = batch.independent(self.assumed.draft_token_weight), self.parallel
+        copies = parallel.moe_tp * parallel.replicas  # each rank's slice of an expert, in each replica
+        read = distinct(self.num_experts, self.top_k, tokens) * copies * sum(sum(s.expert_layers) for s in self.stages)
+        rate = self.machine.host_gbps * GIGA * self.assumed.cpu_efficiency
+        resident = sum(self.in_vram(stage, 0.0, batch) + self.drafting(stage, batch) for stage in self.stages)
+        return resident + read / rate if rate else 0.0
+
+    @property
+    def vram_rate(self) -> float:
+        return self.machine.hbm_gbps * GIGA * self.assumed.hbm_efficiency
+
+    @property
+    def read_rate(self) -> float:
+        return read_rate(self.machine, self.parallel, self.assumed)
+
+    @property
+    def copy_rate(self) -> float:
+        return copy_rate(self.machine, self.parallel, self.assumed)
+
+    def layer_overhead(self, stage: StageCost) -> float:
+        """Seconds of one layer beyond its reads and computing."""
+        own = self.assumed.latent_overhead_us if stage.latent_attention else self.assumed.layer_overhead_us
+        return (own + (2 * self.assumed.collective_us if self.parallel.tp > 1 else 0.0)) * 1e-6

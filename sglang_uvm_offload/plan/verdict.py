@@ -1,0 +1,55 @@
+"""Whether a plan that fits is of any use."""
+
+from __future__ import annotations
+
+from sglang_uvm_offload.plan.outcome import Plan, Speed
+from sglang_uvm_offload.residency.budget import LEAST_RESIDENTS, ONE_MEMORY
+
+
+def uselessness(plan: Plan) -> tuple[str, ...]:
+    """Why nobody should serve with this plan; empty if there is no such reason, or nothing is offloaded."""
+    if plan.num_resident in (None, plan.num_experts):
+        return ()
+    rows, what = plan.rows, "residents and slots" if plan.slots else "residents"
+    out = []
+    if plan.machine.one_memory:
+        out.append(ONE_MEMORY)
+    if rows == 0:
+        out.append("no expert is resident: every step reads each expert that it uses over the link")
+    elif rows < LEAST_RESIDENTS * plan.top_k:
+        out.append(
+            f"{rows} {what} are fewer than twice the {plan.top_k} experts that a token uses: most of what a step uses "
+            "is read over the link"
+        )
+    best = _best(plan)
+    if best and _slower_than_a_cpu(best):
+        out.append(_faster_on_a_cpu(best))
+    return tuple(out)
+
+
+def useless_on_a_slow_link(plan: Plan) -> str:
+    """Why nobody should serve with this plan where the link is as slow as the slowest of its kind; empty if there is no such
+    reason, or the plan is useless on any link."""
+    best = _best(plan)
+    if best is None or plan.num_resident in (None, plan.num_experts) or _slower_than_a_cpu(best):
+        return ""
+    return (
+        f"at the worst published rate of such a link, {_faster_on_a_cpu(best.least)}" if _slower_than_a_cpu(best.least) else ""
+    )
+
+
+def _slower_than_a_cpu(speed: Speed) -> bool:
+    return 0 < speed.cpu_engine_step_s < speed.decode_step_s
+
+
+def _faster_on_a_cpu(speed: Speed) -> str:
+    return (
+        f"an engine that computes the experts on the CPU would be faster: {speed.cpu_engine_tokens_s:.1f} tok/s against "
+        f"{speed.decode_tokens_s:.1f} at the best hit rate ({speed.requests} at once)"
+    )
+
+
+def _best(plan: Plan) -> Speed | None:
+    """The fastest prediction for all requests of the workload."""
+    speeds = [speed for speed in plan.speeds if speed.requests == plan.workload.requests]
+    return min(speeds, key=lambda speed: speed.decode_step_s, default=None)
