@@ -15,7 +15,7 @@ from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
 from sglang_uvm_offload.residency.host_need import HostNeed
-from sglang_uvm_offload.residency.slot_split import Slots
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.units import size
 
 _N, _SLOTS, _STREAM_GB = flag_name("num_resident"), flag_name("slots"), flag_name("stream_buffer_gb")
@@ -62,6 +62,8 @@ class RankBudget(Struct, frozen=True):
     """What its process is yet to take."""
     host_tables: int = 0
     """Its part of lookup tables that are yet to be made."""
+    computes_from_slots: bool = True
+    """Whether any of its layers does."""
     one_memory: bool = False
     """Whether the GPU has the host's memory."""
 
@@ -120,6 +122,8 @@ def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> int:
 def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
     places = ranks[0].experts.num_places
     slots, given = asked.slots, asked.stream_gb
+    if slots.asked is None and not any(rank.computes_from_slots for rank in ranks):
+        slots = NO_SLOTS
 
     def split(rows: int) -> tuple[int, int]:
         behind = slots.of(rows, places)

@@ -75,6 +75,14 @@ def test_all_experts_need_no_buffer():
     assert divide(asked(), [rank(PLACES * 100 * MIB)]) == Division(PLACES, 0, 0)
 
 
+def test_no_room_is_kept_for_slots_from_which_no_layer_of_any_rank_computes():
+    room, without = rank(24 * 100 * MIB + EDGE), {"computes_from_slots": False}
+    assert divide(asked(slots=None, streams=False), [room]).slots > 0
+    none = msgspec.structs.replace(room, **without)
+    assert divide(asked(slots=None, streams=False), [none, none]) == Division(24, 0, 0)
+    assert divide(asked(slots=None, streams=False), [none, room]).slots > 0
+
+
 def test_the_rank_with_least_room_decides_for_all():
     few, many = rank(12 * 100 * MIB, name="GPU 1 (rank 1)"), rank(40 * 100 * MIB)
     assert divide(asked(streams=False), [many, few]).num_resident == 12

@@ -32,6 +32,7 @@ from sglang_uvm_offload.plugin.launch.draft_source import from_the_checkpoint
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
+from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget
 from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
@@ -124,6 +125,7 @@ class RankBudgets:
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(host_cache.get("hicache_bytes", 0) or host_cache.get("hicache_ratio", 0) * cache),
+            computes_from_slots=not self._on_gpu or any(no_slots_in(layer.holders[0]) is None for layer in layers),
             one_memory=self._on_gpu and has_one_memory(),
         )
 

@@ -132,7 +132,7 @@ def _compressed(model_config: Any, runner: str) -> bool:
 
 
 def no_slots_in(layer: Any) -> str | None:
-    """Why a built and loaded MoE layer computes nothing from slots, None if it does."""
+    """Why a built MoE layer computes nothing from slots, None if it does."""
     backend = moe_runner_backend(layer)
     if backend is None:
         return f"{type(layer.quant_method).__name__} computes its experts with its own kernels"
