@@ -789,8 +789,8 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
 }
 
 // ---- slots: rows after the experts of a layer, filled by the misses of the current step -----------------------------
-// The rules are those of sglang_uvm_offload/policy/slot_policy.py, bit for bit. All sums are of integers, so their order does
-// not matter.
+// The rules are those of sglang_uvm_offload/policy/slot_policy.py, bit for bit. All sums are of integers, so their
+// order does not matter.
 
 namespace {
 enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_streamed, slot_kinds };

@@ -259,7 +259,7 @@ def _any_shape() -> Any:
     """A model's shape whatever its config says, without SGLang, which takes seconds for each."""
     use_recorded()
     line = msgspec.json.encode(shape_of(MODELS / "qwen3-235b-a22b.json"))
-    answers = {"_run": lambda asked: [line] * len(asked), "_check_known": lambda config: None}
+    answers: dict[str, Any] = {"_run": lambda asked: [line] * len(asked), "_check_known": lambda config: None}
     return mock.patch.multiple(engine_shape, **answers, _kept=lambda key: None, _keep=lambda key, line: None)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
-from sglang_uvm_offload.plan.inputs import Assumptions
+from sglang_uvm_offload.residency.budget import DRIVER_BYTES
 
 Ratio = tuple[float, str]
 Judge = Callable[[PartRows], Ratio | None]
@@ -69,7 +69,7 @@ def done(rows: list[Row]) -> str:
 
 # ---- the memory layer, the link and slots ----
 
-BATCH_GIB = Assumptions.driver_batch_mib / 1024
+BATCH_GIB = DRIVER_BYTES / (1 << 30)
 """The driver takes VRAM for managed pages in batches."""
 
 

@@ -80,9 +80,9 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
     if misnumbered := case.number_problems():
         return dataclasses.replace(blank, problems=tuple(misnumbered))
     try:
-        division, problems = case.division, ()
+        division, problems = case.division, list[str]()
     except FlagError as error:
-        division, problems = Division(0, 0, 0), tuple(error.problems)
+        division, problems = Division(0, 0, 0), error.problems
     sized = dataclasses.replace(
         blank,
         mem_fraction_static=case.fraction,
@@ -98,7 +98,7 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
         tables_host=case.table_host_bytes,
         host_needed=case.host_need(division).total,
         notes=tuple(_notes(case)),
-        problems=problems,
+        problems=tuple(problems),
     )
     if problems:
         mended = case.num_resident is None and not case.machine.one_memory  # a number is answered with one that fits

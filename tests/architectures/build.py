@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plan.moe_shape import stated_experts, stated_top_k
-from sglang_uvm_offload.plugin.meta.tensors import draft_of
+from sglang_uvm_offload.plugin.meta.tensors import counted_layer
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -103,6 +103,7 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
     manager.finish_model(model)
     layers = {name: part for name, part in module.named_modules() if isinstance(part, FusedMoE)}
     inside = tuple(f"{name}." for name in layers)
+    planned = counted_layer(module, stated[1], hidden=1)
     return Built(
         experts,
         stated,
@@ -117,7 +118,7 @@ def build(architecture: str, experts: int, hooks: LayerHooks) -> Built:
         ],
         {name: described(part) for name, part in layers.items()},
         {name: [*t.shape] for name, t in (*module.named_parameters(), *module.named_buffers()) if not name.startswith(inside)},
-        draft_of(module, stated[1]),
+        {"bytes": planned.sums["expert_bytes"], "experts": planned.experts, "top_k": planned.top_k},
     )
 
 
