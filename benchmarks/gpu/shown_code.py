@@ -32,6 +32,8 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "link": {KERNELS: ("uvm_read_kernel",), f"{PACKAGE}/cuda/link.py": ()},
 }
 """What claims name: functions of CUDA sources, and whole Python files."""
+BEFORE = {f"{PACKAGE}/plan/streaming.py": f"{PACKAGE}/sizing/streaming.py"}
+"""Where a file was in older commits."""
 RECORDED = ROOT / "benchmarks" / "results" / "code.json"
 """Digests by commit, of logs that were made before logs had them."""
 
@@ -130,8 +132,11 @@ def of_commit(commit: str) -> dict[str, str]:
     """Raises ``CalledProcessError`` where this checkout has no such commit."""
     subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", commit], check=True, capture_output=True)
 
-    def read(path: str) -> str:
+    def text(path: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{path}"], capture_output=True, text=True).stdout
+
+    def read(path: str) -> str:
+        return text(path) or text(BEFORE.get(path, path))
 
     return digests(read)
 

@@ -128,7 +128,8 @@ def _printed(asked: Sequence[Mapping[str, str]]) -> list[bytes]:
     known = {key: line for key in keys if (line := _kept(key)) is not None}
     missing = {key: files for key, files in zip(keys, asked, strict=True) if key not in known | _failed}
     for files in missing.values():
-        _check_known(json.loads(files["config.json"]))
+        overrides = json.loads(json.loads(files["arguments.json"]).get("model_override_args") or "{}")
+        _check_known(json.loads(files["config.json"]) | overrides)
     for key, line in zip(missing, _run(list(missing.values())) if missing else (), strict=True):
         if line.startswith(b'{"name"'):
             known[key] = line

@@ -436,14 +436,15 @@ def test_a_part_fails_where_a_server_streams_against_its_name(modules):
         server_parts.check_streams([cell("frequency", 5, "no room")])
 
 
-def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules):
+def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules, monkeypatch):
     from benchmarks import serve_run
     from benchmarks.gpu import server_parts
 
     used = {"missing": None, "hits": 5, "fills": 4, "kept": 3}
     prompt = {"kind": "prefill", "size": 4096, "error": None, "read_bytes": 90}
 
-    server_parts.add_contenders()
+    for name, each in server_parts.IN_A_SESSION.items():
+        monkeypatch.setitem(server_parts.CONTENDERS, name, each)
 
     def check(slots: dict | None = used, contender: str = "slots_only", **point: object) -> None:
         offload = {"slots": slots, "offloaded_bytes": 100}

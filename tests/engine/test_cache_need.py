@@ -8,8 +8,8 @@ import pytest
 from arguments import Arguments
 from builders.ranked import as_a_rank, runner_of, stage_of
 from builders.true_shape import CONFIGS, config_folder
-from sglang_uvm_offload.plan.rank_memory import Case
 
+from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.plan.machine import preset

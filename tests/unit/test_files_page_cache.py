@@ -10,7 +10,8 @@ import pytest
 
 from sglang_uvm_offload.files import page_cache
 from sglang_uvm_offload.memory import host_pages
-from sglang_uvm_offload.plugin.rank.host_memory import make_room
+
+make_room = pytest.importorskip("sglang_uvm_offload.plugin.rank.host_memory", reason="needs SGLang").make_room
 
 MIB = 1 << 20
 

@@ -90,7 +90,8 @@ def test_a_status_that_cannot_be_made_is_left_out(monkeypatch, caplog):
     reason.error = MemoryError("no room")
     monkeypatch.setattr(serving.hooks, "_status", reason)
     answer = SimpleNamespace(internal_state={"sglang": 1})
-    assert serving.hooks.after_internal_state(answer, None).internal_state == {"sglang": 1}
+    shown = serving.hooks.after_internal_state(answer, None).internal_state
+    assert shown == {"sglang": 1, "expert_offload_resident_selection": "first_n"}
     assert "the status failed: MemoryError: no room" in caplog.text
 
 
