@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -59,11 +60,9 @@ def gib(right: str, parser: type = str, **words: None) -> Kind:
 
 
 def _bounded(value: Any, number: type[_Number], like: Callable[[str], bool], least: int, most: int, right: str) -> _Number:
-    try:
+    with contextlib.suppress(ValueError):  # no number, or one of thousands of digits
         if not isinstance(value, bool) and like(text := str(value)) and least <= number(text) <= most:
             return number(text)
-    except ValueError:  # no number, or one of thousands of digits
-        pass
     raise ValueError(f"must be {right}")
 
 

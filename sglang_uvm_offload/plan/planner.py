@@ -32,6 +32,10 @@ __all__ = ["plan", "render"]
 MORE_RESIDENTS = ({"chunked_prefill_size": 1024}, {"mem_fraction_static": 0.9})
 """Values of SGLang's flags that leave less memory for activations and CUDA graphs, and so more for residents."""
 
+BY_MARLIN = frozenset({"mxfp4", "minimax_m3_nvfp4"})
+"""Quantisations whose experts compute from slots by the Marlin runner (``plugin/slots/runners``), which SGLang does not choose
+for them by itself."""
+
 _N = flag_name("num_resident")
 _SLOTS = flag_name("slots")
 _STREAM_GB = flag_name("stream_buffer_gb")
@@ -204,6 +208,7 @@ def _flags(case: Case, division: Division) -> tuple[str, ...]:
     if division.num_resident < case.model.num_experts or case.offloads_drafts or case.tables_in == MANAGED:
         out += [f"{_N} {division.num_resident}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
         out += [f"{_SLOTS} {division.slots}"] if division.slots else []
+        out += ["--moe-runner-backend marlin"] if division.slots and case.model.quantization in BY_MARLIN else []
         options |= {"stream_buffer_gb": case.reserve.stream_gb} if case.reserve.stream_gb is not None else {}
     return (*out, config_flag(**options)) if options else tuple(out)
 

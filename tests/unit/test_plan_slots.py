@@ -131,6 +131,21 @@ def test_where_every_expert_fits_slots_are_of_no_use():
         assert f"every expert fits in VRAM: offloading is not needed{no_use}" in found.notes
 
 
+def test_flags_choose_the_runner_that_computes_from_slots_where_sglang_would_choose_another():
+    oss = shape_of(MODEL.with_name("gpt-oss-120b.json"))
+    for slots, chosen in ((AUTO, True), (NO_SLOTS, False)):
+        found = planner.plan(oss, preset("4x4090"), Workload(8192), Parallel(tp=4), slots=slots)
+        assert bool(found.slots) == chosen == ("--moe-runner-backend marlin" in found.flags)
+    assert not any("runner" in flag for flag in ask(AUTO).flags)
+
+
+@pytest.mark.sglang
+def test_the_quantisations_that_need_it_are_those_that_slots_know():
+    from sglang_uvm_offload.plugin.slots.runners import AUTO, BY_BLOCKS, MARLIN
+
+    assert {name for name, runners in BY_BLOCKS.items() if runners >= MARLIN and not runners & AUTO} == planner.BY_MARLIN
+
+
 def test_few_residents_beside_slots_are_of_use():
     assert ask(num_resident=4).useless
     assert not ask(Slots(100), num_resident=4).useless

@@ -125,7 +125,7 @@ class RankBudgets:
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(host_cache.get("hicache_bytes", 0) or host_cache.get("hicache_ratio", 0) * cache),
-            computes_from_slots=not self._on_gpu or any(no_slots_in(layer.holders[0]) is None for layer in layers),
+            computes_from_slots=not self._divides_slots or any(no_slots_in(layer.holders[0]) is None for layer in layers),
             one_memory=self._on_gpu and has_one_memory(),
         )
 
@@ -146,6 +146,11 @@ class RankBudgets:
     @functools.cached_property
     def _demand(self) -> Demand:
         return demand_of(self._cfg, get_server_args(), self._runner.model_config)
+
+    @property
+    def _divides_slots(self) -> bool:
+        """Whether the number of slots depends on what the layers, whose kernels are SGLang's on a GPU, can do."""
+        return self._on_gpu and self._config.num_resident is None and self._config.slots is None
 
     @property
     def _groups(self) -> int:
