@@ -216,54 +216,6 @@ def test_moving_asks_for_exactly_the_changed_pages():
     assert memory.traffic.prefetch_calls == calls
 
 
-def test_neighbouring_experts_move_with_one_call_a_tensor():
-    memory = SimulatedDriver()
-    layer, _ = loaded(memory)
-    calls = memory.traffic.prefetch_calls
-    layer.promote(extents(layer, resident(2, 3, 4)))
-    assert memory.traffic.prefetch_calls - calls == len(layer.tensors)
-
-
-def test_fused_shared_experts_are_resident_from_the_start():
-    layer, _ = loaded(SimulatedDriver(), 0, num_shared=2)
-    assert layer.resident.tolist() == [True] + [False] * 5 + [True, True]
-
-
-class FailingMemory(SimulatedDriver):
-    """Fails the n-th move from now on."""
-
-    countdown = -1
-
-    def place(self, managed, spans, location):
-        self.countdown -= 1
-        if self.countdown == 0:
-            raise ManagedMemoryError("place", managed.name, spans[0], "injected")
-        super().place(managed, spans, location)
-
-
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_after_a_failed_move_the_layer_knows_what_is_in_vram_and_no_byte_is_lost(nth):
-    memory = FailingMemory()
-    layer, module = loaded(memory, 0, 1)
-    before = {name: p.data.clone() for name, p in module.named_parameters()}
-    memory.countdown = nth
-
-    def move():
-        layer.demote(extents(layer, resident(1, 6)))
-        layer.promote(extents(layer, resident(1, 6)))
-
-    with pytest.raises(ManagedMemoryError, match="injected"):
-        move()
-    layer.reread_residency()
-    for expert in range(E):
-        where = [
-            all(memory.location(t.managed, s) is Location.DEVICE for s in t.layout.spans(t.layout.holding(resident(expert))))
-            for t in layer.tensors
-        ]
-        assert layer.resident[expert] == all(where)
-    assert all(torch.equal(p.data, before[name]) for name, p in module.named_parameters())
-
-
 class HalfWay(SimulatedDriver):
     """Fails each move in the middle of its second span, once armed. ``look``: what its reads tell."""
 

@@ -16,7 +16,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo, Span
+from sglang_uvm_offload.memory.protocol import Location, Span
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
@@ -45,19 +45,6 @@ class Module(torch.nn.Module):
 def reserved(memory: SimulatedDriver, slots: int = 0) -> tuple[ExpertLayer, Module]:
     layer = ExpertLayer(memory, LayerShard(3, E), slots)
     return layer, Module(layer)
-
-
-def test_a_layer_takes_no_memory_before_it_is_placed():
-    memory = SimulatedDriver()
-    layer, module = ExpertLayer(memory, LayerShard(3, E)), torch.nn.Module()
-    with AllocationMode(E, partial(layer.allocate, written_later=True), layer.write):
-        module.zeros = torch.zeros(E, EXPERT_BYTES, dtype=torch.uint8)
-        module.empty = torch.empty(E, EXPERT_BYTES, dtype=torch.uint8)
-    layer.sync_tensors(module)
-    memory.notice_writes()
-    assert (memory.device_used, memory.host_used) == (0, 0)
-    assert not layer.placed
-    assert [layout.expert_bytes for layout in layer.layouts] == [EXPERT_BYTES] * 2, "its sizes are known"
 
 
 def test_what_is_written_before_a_layer_is_placed_stays():
@@ -133,15 +120,6 @@ def test_a_new_tensor_of_a_placed_layer_is_placed_like_the_others():
     new = next(tensor for tensor in layer.tensors if tensor.layout.expert_bytes == BLOCK_BYTES)
     assert new.resident.sum() == 3
     assert (module.ones == 1).all()
-
-
-def test_host_ram_that_is_missing_is_named_before_anything_is_populated():
-    memory = SimulatedDriver()
-    layer, _ = reserved(memory)
-    memory.info = lambda: MemoryInfo(1 << 40, 1 << 40, 0)  # type: ignore[method-assign]
-    with pytest.raises(ManagedMemoryError, match=r"it takes .* of host RAM"):
-        layer.place(first(3))
-    assert memory.host_used == 0
 
 
 # ---- a model ----

@@ -185,13 +185,6 @@ def test_what_a_custom_op_made_gets_rows_too():
     fill([module.w13.data, module.scale.data, module.one], E, S)
 
 
-def test_synchronising_again_moves_nothing():
-    layer, module = made()
-    rows = layer.slot_rows()
-    layer.sync_tensors(module)
-    assert layer.slot_rows() == rows
-
-
 def test_a_deep_copy_of_a_tensor_with_rows_is_taken_over():
     """It copies the whole storage."""
     layer, module = made()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from builders import links
 
@@ -70,44 +68,3 @@ def test_a_rate_that_no_link_has_is_as_none(cache, rate):
     assert "50.0" in file.read_text()
     file.write_text(file.read_text().replace("50.0", rate))
     assert read(GPUS, 1) is None
-
-
-def test_a_file_that_cannot_be_read_is_as_none(cache):
-    keep(GPUS[:1], 50.0)
-    (file,) = cache.iterdir()
-    os.remove(file)
-    file.mkdir()
-    assert read(GPUS, 1) is None
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.with_name("pipe"))], ids=["pipe", "link to one"])
-def test_a_pipe_among_the_files_is_not_waited_for(cache, make):
-    keep(GPUS[:1], 50.0)
-    os.mkfifo(cache / "pipe")
-    make(cache / "zz.json")
-    assert read(GPUS, 1) == 50.0
-
-
-def test_a_large_file_is_as_none(cache):
-    keep(GPUS[:1], 50.0)
-    (file,) = cache.iterdir()
-    file.write_bytes(file.read_bytes() + b" " * kept_links.LARGEST)
-    assert read(GPUS, 1) is None
-
-
-def test_links_that_another_user_may_have_kept_are_as_none(cache, monkeypatch, tmp_path):
-    keep(GPUS[:1], 50.0)
-    cache.chmod(0o777)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert read(GPUS, 1) is None
-    keep(GPUS[:1], 40.0)
-    assert read(GPUS, 1) == 40.0
-
-
-def test_without_any_place_nothing_is_kept(cache, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
-    assert read(GPUS, 1) is None
-    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
-        keep(GPUS[:1], 50.0)

@@ -12,7 +12,6 @@ from sglang_uvm_offload.memory.layout import (
     ExpertLayout,
     batches,
     check_spans,
-    whole_blocks,
 )
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
@@ -37,11 +36,6 @@ def random_layouts():
     return [ExpertLayout(experts, nbytes, 2 * PAGE_BYTES) for experts, nbytes in fixed + drawn]
 
 
-def test_neighbouring_experts_become_one_span():
-    layout = ExpertLayout(8, 2 * BLOCK_BYTES)
-    assert spans(layout, 1, 2, 5) == [Span(2 * BLOCK_BYTES, 4 * BLOCK_BYTES), Span(10 * BLOCK_BYTES, 2 * BLOCK_BYTES)]
-
-
 def test_blocks_that_hold_parts_of_the_same_experts_are_one_extent():
     assert ExpertLayout(4, 3 * BLOCK_BYTES).extent_bytes.tolist() == [3 * BLOCK_BYTES] * 4
     # 7 MiB: three blocks of the first, one that it shares with the second, two of that, the one shared with the third ...
@@ -54,23 +48,6 @@ def test_a_block_that_experts_share_is_needed_by_each_of_them():
     assert spans(layout, 0) == [Span(0, 4 * MIB)]
     assert spans(layout, 1) == [Span(2 * MIB, 4 * MIB)]
     assert spans(layout, 3) == [Span(8 * MIB, 4 * MIB)]
-
-
-def test_blocks_of_extents_begin_where_their_spans_do():
-    layout = ExpertLayout(4, 7 * MIB)
-    assert (layout.blocks(np.array([False, True, False, True, False, True])) // BLOCK_BYTES).tolist() == [
-        3,
-        7,
-        8,
-        9,
-        11,
-        12,
-        13,
-    ]
-    for layout in random_layouts():
-        extents = np.random.default_rng(1).random(layout.num_extents) < 0.5
-        starts = [np.arange(span.offset, span.end, layout.block_bytes) for span in layout.spans(extents)]
-        assert layout.blocks(extents).tolist() == np.concatenate([np.zeros(0, dtype=np.int64), *starts]).tolist()
 
 
 @pytest.mark.parametrize("layout", random_layouts(), ids=str)
@@ -121,26 +98,9 @@ def test_bytes_by_expert_and_spans_are_those_of_the_marked_extents(layout):
     assert 0 <= layout.taken_by(extents) - sum(span.nbytes for span in found) < layout.block_bytes
 
 
-@pytest.mark.parametrize("layout", random_layouts(), ids=str)
-def test_the_budget_of_n_experts_is_what_the_first_n_take(layout):
-    for n in range(layout.num_experts + 1):
-        assert layout.budget(n) == layout.taken_by(layout.holding(np.arange(layout.num_experts) < n))
-
-
-def test_spans_end_with_the_tensor():
-    layout = ExpertLayout(3, BLOCK_BYTES + 4096)
-    assert spans(layout, 0, 1, 2) == [Span(0, layout.nbytes)]
-
-
 def test_an_expert_below_a_page_is_not_placeable():
     assert not ExpertLayout(256, PAGE_BYTES - 1).placeable
     assert ExpertLayout(256, PAGE_BYTES).placeable
-
-
-def test_a_range_takes_whole_blocks():
-    assert whole_blocks(1) == BLOCK_BYTES
-    assert whole_blocks(BLOCK_BYTES) == BLOCK_BYTES
-    assert whole_blocks(BLOCK_BYTES + 1) == 2 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("span", [Span(0, 0), Span(-8, 8), Span(0, 32), Span(1, 8), Span(0, 9), Span(16, 4)], ids=str)
@@ -200,8 +160,8 @@ def whole(layout, nbytes):
     return -(-nbytes // layout.block_bytes) * layout.block_bytes
 
 
-@pytest.mark.parametrize("layout", WITH_SLOTS, ids=str)
-def test_any_extents_of_a_tensor_with_slots_are_whole_blocks(layout):
+@pytest.mark.parametrize("layout", [*random_layouts(), *WITH_SLOTS], ids=str)
+def test_any_extents_are_whole_blocks(layout):
     extents = np.random.default_rng(layout.nbytes).random(layout.num_extents) < 0.5
     found = layout.spans(extents)
     check_spans(ManagedRange(0, layout.range_bytes, "w13"), found, layout.block_bytes)
@@ -209,8 +169,8 @@ def test_any_extents_of_a_tensor_with_slots_are_whole_blocks(layout):
     assert layout.blocks(extents).tolist() == [at for span in found for at in range(span.offset, span.end, layout.block_bytes)]
 
 
-@pytest.mark.parametrize("layout", WITH_SLOTS, ids=str)
-def test_the_budget_of_n_experts_counts_the_edge_once(layout):
+@pytest.mark.parametrize("layout", [*random_layouts(), *WITH_SLOTS], ids=str)
+def test_the_budget_of_n_experts_is_what_the_first_n_take_and_counts_the_edge_once(layout):
     for n in range(layout.num_experts + 1):
         first = layout.holding(np.arange(layout.num_experts) < n)
         assert layout.budget(n) == layout.taken_by(first | layout.edge)

@@ -7,7 +7,6 @@ import pytest
 from builders.managers import Draft, E, Rank, config
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.residency.status import rank_status, residency_table
 
 HOT = [[7, 5]]
@@ -65,25 +64,18 @@ def test_what_ran_to_capture_graphs_is_none_of_what_drafts_use():
 
 
 @pytest.mark.parametrize(
-    "flags", [{"resident_selection": "first_n"}, {"resident_selection": "manual", "resident_ids": "4,5,6"}]
+    ("flags", "resident"),
+    [
+        ({"resident_selection": "first_n"}, [0, 1]),
+        ({"resident_selection": "manual", "resident_ids": "4,5,6"}, [0, 1]),
+        ({"num_resident": E}, [5, 7]),
+        ({"adapt": "continuous", "resident_selection": "first_n"}, [5, 7]),
+    ],
 )
-def test_where_residents_do_not_change_those_of_drafts_stay(flags):
+def test_they_change_where_residents_may_also_where_all_others_are_resident(flags, resident):
     rank, draft = serving(**flags)
     warm_up(rank, draft)
-    assert draft.resident() == [0, 1]
-
-
-def test_they_change_where_all_of_the_models_own_are_resident():
-    rank, draft = serving(num_resident=E)
-    warm_up(rank, draft)
-    assert draft.resident() == [5, 7]
-    assert rank.resident() == [[*range(E)]] * 3
-
-
-def test_continuous_adaptation_chooses_them_too():
-    rank, draft = serving(adapt="continuous", resident_selection="first_n")
-    warm_up(rank, draft)
-    assert draft.resident() == [5, 7]
+    assert draft.resident() == resident
 
 
 def test_an_operator_has_them_chosen_from_what_drafts_used_since():
@@ -144,26 +136,6 @@ def test_it_is_told_what_is_offloaded_and_served():
     assert status["hit_rate"] == 1.0
 
 
-def test_steps_count_under_the_residents_that_served_them():
-    rank, draft = serving()
-    warm_up(rank, draft)
-    for _ in range(9):
-        draft.step(HOT)
-    assert rank.status()["draft_hit_rate"] == pytest.approx(10 / 20)
-
-
-def test_a_fault_of_their_move_is_shown_and_ends_moving(monkeypatch):
-    rank, draft = serving()
-
-    def refuse(extents):
-        raise ManagedMemoryError("demote", "the experts", Span(0, 1), "out of luck")
-
-    monkeypatch.setattr(draft.layer, "demote", refuse)
-    warm_up(rank, draft)
-    assert "out of luck" in rank.status()["fault"]
-    assert draft.resident() == [0, 1]
-
-
 def test_tensors_of_other_extents_are_chosen_from_as_they_are():
     rank, draft = serving(adapt="continuous")
     warm_up(rank, draft)
@@ -175,11 +147,6 @@ def test_tensors_of_other_extents_are_chosen_from_as_they_are():
     rank.manager.readvise()
     assert draft.layer.resident_bytes == in_vram
     assert draft.layer.offloaded_bytes_by_expert[[3, 4]].sum() <= PAGE_BYTES // 2  # three blocks have room for two experts
-
-
-def test_a_rank_without_a_draft_model_says_nothing(caplog):
-    Rank(config(draft_num_resident=2)).manager.begin_serving()
-    assert "draft model" not in caplog.text
 
 
 def test_the_table_at_the_start_shows_both_parts():

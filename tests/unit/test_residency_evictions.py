@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from concurrent.futures import Future
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from builders.managers import LAYERS, Rank, config
 from simulated_driver import SimulatedDriver
 
-from scripts.harness.patience import patience
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, MemoryInfo, Span
@@ -68,17 +66,6 @@ def test_the_same_is_not_said_twice_and_more_of_it_is(caplog):
         rank.manager.evictions._memory = Evicts(rank.model.layers, missing)
         assert rank.look() == missing * BLOCK_BYTES
         assert len(warnings(caplog)) == said
-
-
-def test_residents_that_came_back_are_no_longer_counted():
-    rank = Watched()
-    rank.fill(evict=RESIDENT)
-    assert rank.look() == RESIDENT
-    rank.memory.free_plain(RESIDENT)
-    for layer in rank.model.layers:
-        for tensor in layer.tensors:
-            rank.memory.read(tensor.managed, tensor.layout.spans(tensor.resident))
-    assert rank.look() == 0
 
 
 def test_only_residents_are_looked_at_in_every_layer_and_no_more_than_a_sample(monkeypatch):
@@ -195,18 +182,6 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
     executor.tasks[1][0].set_result(None)
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 2
-
-
-def test_code_that_may_replace_tensors_waits_for_a_look():
-    rank = Watched()
-    rank.manager.mover._checking = looking = Future()
-    waiting = threading.Thread(target=rank.manager.wait_for_moves)
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    looking.set_result(None)
-    waiting.join(patience(60))
-    assert not waiting.is_alive()
 
 
 class Evicts(EmulatedMemory):

@@ -14,7 +14,6 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.history import History, Past, hit_rate_curve
-from sglang_uvm_offload.residency.manager import POLL_SECONDS
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
@@ -69,17 +68,6 @@ def test_a_history_stays_bounded_and_covers_the_whole_run():
     assert columns(rank)["steps"] == pytest.approx(seconds), "a sample does not hold the steps of its time"
 
 
-def test_the_counts_are_looked_at_now_and_then_only():
-    clock = Clock()
-    rank = rank_at(clock)
-    looked = []
-    rank.manager.poll = lambda: looked.append(clock.now)
-    for _ in range(100):
-        clock.now += POLL_SECONDS / 10
-        rank.manager.poll_if_due()
-    assert 9 <= len(looked) <= 11
-
-
 def test_idleness_brings_the_last_steps_in_and_then_looks_no_more():
     clock = Clock()
     rank = rank_at(clock)
@@ -89,25 +77,6 @@ def test_idleness_brings_the_last_steps_in_and_then_looks_no_more():
     assert rank.manager.ledger.steps == 1
     rank.manager.ledger.poll = lambda: pytest.fail("looked again though nothing happened")
     rank.manager.poll_when_idle()
-
-
-def test_the_last_sample_is_of_now_and_waits_for_what_runs():
-    clock = Clock()
-    rank = rank_at(clock)
-    rank.step([[7]])
-    clock.now += 0.25
-    assert columns(rank)["steps"] == [0, 1]
-    assert columns(rank)["seconds"] == [0, 0.25]
-
-
-def test_moves_are_in_the_history():
-    clock = Clock()
-    rank = rank_at(clock)
-    rank.step([[7, 6, 5]])
-    rank.manager.residents.after_warmup(rank.manager.tokens)
-    history = columns(rank)
-    assert history["moves"] == [0, 3 * LAYERS]
-    assert history["moved_bytes"] == [0, 2 * 3 * LAYERS * PAGE_BYTES]
 
 
 def test_streamed_bytes_are_in_the_status_of_each_layer_and_in_the_history():
@@ -180,10 +149,6 @@ def test_one_ranking_spends_bytes_not_experts():
     assert curve["global"] == pytest.approx([0, 10 / 34, 1]), "4 blocks hold the first expert of 3, then one of 1"
 
 
-def test_the_present_residents_are_measured_on_the_same_activations():
-    assert curve_of([[0, 6, 1, 3], [5, 5, 0, 0]], resident=(0, 3))["present"] == pytest.approx((3 + 5) / 20)
-
-
 def test_the_curve_is_of_blocks_where_experts_share_them():
     """Experts of one and a half blocks: 0 | 0 1 | 1 | 2 | 2 3 | 3. One of them takes two blocks, two take three."""
     curve = curve_of([[0, 3, 6, 0]], pages_of=(3,), block=2)
@@ -211,12 +176,6 @@ def test_a_large_model_has_about_twenty_points_up_to_all_experts():
         assert (np.diff(curve[name]) > 0).all()
         assert (curve[name][0], curve[name][-1]) == (0, 1)
     assert (np.array(curve["global"]) >= np.array(curve["uniform"])).all()
-
-
-def test_the_budget_of_now_is_on_the_curve():
-    curve = curve_of([[1] * 100] * 2, resident=range(23))
-    assert 23 in curve["residents"]
-    assert len(curve["residents"]) == 22
 
 
 def test_rates_are_flat_between_samples_and_unknown_where_nothing_happened():

@@ -8,7 +8,6 @@ from builders.managers import LAYERS, Rank, config
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import Phase
 
 
@@ -94,15 +93,6 @@ def test_catching_up_books_what_is_on_its_way_under_the_residents_it_had():
     before = ledger.routed.tolist()
     ledger.catch_up()
     assert ledger.routed.tolist() == before, "booked twice"
-
-
-def test_a_rank_whose_counts_do_not_arrive_serves_on_and_shows_them_once_asked():
-    rank = rank_with_late_counts()
-    for _ in range(50):
-        rank.step([[7]])
-        rank.manager.poll()
-    assert rank.manager.ledger.steps == 0
-    assert rank_status(rank.manager).routed == 50 * LAYERS
 
 
 def test_residents_that_change_while_counts_are_late_do_not_change_what_was_before():

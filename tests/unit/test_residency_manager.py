@@ -2,10 +2,9 @@
 
 import logging
 
-import numpy as np
 import pytest
 import torch
-from builders.managers import LAYERS, Draft, E, Rank, config, profile_of
+from builders.managers import LAYERS, E, Rank, config, profile_of
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
@@ -26,17 +25,6 @@ def test_first_n_is_resident_at_load_and_never_changes():
     for _ in range(5):
         rank.step([[5, 6, 7]] * 100)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
-
-
-def test_manual_ids_are_resident():
-    rank = Rank(config(resident_selection="manual", resident_ids="7, 2"))
-    assert rank.resident() == [[2, 7]] * LAYERS
-
-
-def test_manual_ids_of_a_file_go_to_their_layers(tmp_path):
-    (tmp_path / "ids.json").write_text("[[1], [2, 3], [4, 5, 6]]")
-    rank = Rank(config(resident_selection="manual", resident_ids=f"@{tmp_path}/ids.json"))
-    assert rank.resident() == [[1], [2, 3], [4, 5, 6]]
 
 
 def test_manual_ids_are_split_over_expert_parallel_ranks():
@@ -94,16 +82,9 @@ def judged(rank, hot, caplog):
 class TestProfile:
     HOT = ((7, 5, 3), (0, 6, 4), (1, 2, 7))
 
-    def test_its_hot_experts_are_resident_at_load(self):
-        assert Rank(config(profile="p"), profile=profile_of(self.HOT)).resident() == [sorted(ids) for ids in self.HOT]
-
     def test_expert_parallel_ranks_take_their_own_experts_from_it(self):
         ranks = [Rank(config(num_resident=2, profile="p"), profile=profile_of(self.HOT), ep_rank=r, ep_size=2) for r in (0, 1)]
         assert [rank.resident()[0] for rank in ranks] == [[3], [1]]  # of 3 | 5, 7: the lower of equals
-
-    def test_a_fused_shared_expert_is_no_part_of_it(self):
-        rank = Rank(config(profile="p"), profile=profile_of(self.HOT), num_shared=1)
-        assert rank.resident()[0] == [3, 5, 7, 8]
 
     def test_it_is_kept_where_live_traffic_agrees(self, caplog):
         rank = Rank(config(profile="p", warmup_tokens=40), profile=profile_of(self.HOT))
@@ -142,14 +123,6 @@ class TestProfile:
         assert rank.resident() == [sorted(ids) for ids in self.HOT]
 
 
-def test_residents_change_between_steps_before_the_first_step_after_warmup():
-    rank = Rank(config(warmup_tokens=4))
-    rank.step([[7, 6, 5]] * 4)
-    assert rank.resident() == [[0, 1, 2]] * LAYERS
-    rank.step([[7, 6, 5]])
-    assert rank.resident() == [[5, 6, 7]] * LAYERS
-
-
 def test_all_equal_routing_moves_nothing():
     rank = Rank(config(warmup_tokens=8))
     rank.step([[i] for i in range(E)])
@@ -168,21 +141,6 @@ def test_padding_and_dummy_steps_neither_count_nor_warm_up():
         rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
     assert rank.manager.tokens == 0
     assert rank_status(rank.manager).routed == 0
-
-
-def test_ranks_decide_alike_even_if_their_counts_differ():
-    decided = []
-
-    def agree(decide):
-        decided.append(decide())
-        return decided[0]
-
-    ranks = [Rank(config(warmup_tokens=4), broadcast_decision=agree) for _ in range(2)]
-    ranks[0].step([[7, 6, 5]] * 4)
-    ranks[1].step([[7, 6, 4]] * 4)
-    for rank in ranks:
-        rank.step([[0]])
-    assert ranks[0].resident() == ranks[1].resident() == [[5, 6, 7]] * LAYERS
 
 
 def test_expert_parallel_ranks_choose_among_their_own_experts():
@@ -208,16 +166,6 @@ def test_n_of_all_experts_and_n_of_none_are_served():
         rank.step([[1, 2]])
         rank.step([[1, 2]])
         assert rank.resident() == [expected] * LAYERS
-
-
-def test_a_draft_model_is_resident_whole_and_not_in_the_targets_counts():
-    rank = Rank(config())
-    draft = Draft(rank)
-    draft.step([[1, 2]] * 50)
-    status = rank.status()
-    assert draft.layer.resident.all()
-    assert (status["routed"], status["tokens"], status["draft_layers"]) == (0, 0, 1)
-    assert status["draft_bytes"] == E * PAGE_BYTES
 
 
 def test_hit_rate_is_counted_under_the_residency_that_served_it():
@@ -271,15 +219,6 @@ def test_what_host_ram_has_no_room_for_is_not_demoted_and_serving_goes_on(adapt)
     assert "of host RAM, and" in rank_status(rank.manager).fault
     assert rank.resident() == loaded
     assert memory.traffic.to_host_bytes == memory.traffic.to_device_bytes == 0
-
-
-def test_a_rank_of_which_nothing_moves_serves_on():
-    others_move = lambda decide: (decide(), (np.arange(E)[None] < [[3]] * LAYERS).ravel())[1]  # noqa: E731
-    rank = Rank(config(warmup_tokens=2, adapt="continuous"), broadcast_decision=others_move)
-    for _ in range(5):
-        rank.step([[7, 6, 5]] * 2)
-    assert rank.resident() == [[0, 1, 2]] * LAYERS
-    assert rank_status(rank.manager).fault is None
 
 
 def test_experts_that_are_in_vram_in_part_are_counted_apart():

@@ -35,15 +35,6 @@ def test_lists_of_ids_go_to_the_layers_in_the_order_in_which_they_are_built(tmp_
     assert resident(second_stage, 9) == [[3]]
 
 
-def test_a_file_of_ids_is_read_once(tmp_path):
-    path = tmp_path / "ids.json"
-    path.write_text("[[5], [6]]")
-    manual = config(resident_selection="manual", resident_ids=f"@{path}")
-    path.unlink()
-    placement = InitialPlacement(manual, None)
-    assert resident(placement, 1, 2) == [[5], [6]]
-
-
 def test_each_of_two_moe_layers_in_a_decoder_layer_gets_its_own_of_a_profile():
     profile = profile_of([[1, 2, 3], [5, 6, 7], [0, 4, 6]])
     profile = dataclasses.replace(profile, model=dataclasses.replace(profile.model, moe_layers=(1, 1, 2)))

@@ -195,14 +195,6 @@ class TestResidents:
         assert rank.resident() == [[4, 5, 6]] * LAYERS, "the experts 3, 2 and 1"
 
 
-def test_a_move_under_way_ends_before_sglang_writes():
-    rank, order = Rank(config()), []
-    rank.manager.wait_for_moves = lambda: order.append("moves ended")
-    rank.manager.ledger.catch_up = lambda: order.append("steps counted")
-    rank.rearranging.begin()
-    assert order == ["moves ended", "steps counted"]
-
-
 def test_a_curve_is_of_the_present_residents():
     rank = Rank(config(warmup_tokens=1))
     for _ in range(9):

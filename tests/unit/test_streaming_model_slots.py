@@ -139,39 +139,11 @@ def test_a_prefill_that_streams_brings_over_the_link_what_no_slot_holds():
     assert rank.status()["streamed_bytes"] == (4 + 3) * LAYERS * PAGE_BYTES, "of five that are offloaded"
 
 
-def test_a_layer_that_uses_its_slots_no_more_streams_its_own_rows():
-    rank = Served()
-    rank.serve([4])
-    module = rank.modules[1]
-    kept = module.w13
-    module.w13 = kept.clone()
-    rank.model.layers[1].sync_tensors(module)
-    rank.slots.begin_step(0, Phase.PREFILL)
-    assert [rank.slots.slot_of(index) is None for index in range(LAYERS)] == [False, True, False]
-
-
-def test_a_prefill_that_streams_fills_no_slot_of_a_layer_that_uses_its_slots_no_more():
-    rank = Served()
-    layer, module = rank.model.layers[1], rank.modules[1]
-    copies, filled = [each.w13.clone() for each in rank.modules], []
-    rank.device.keep = lambda index, ids, addresses: filled.append(index)
-    kept = module.w13
-    module.w13 = kept.clone()
-    layer.sync_tensors(module)
-    rank.stream([[5, 6]], copies, [1])
-    assert filled == [0, 2]
-
-
-def test_what_runs_outside_of_a_step_resolves_nothing():
+def test_padding_is_computed_from_slots_and_fills_none_and_a_run_outside_of_a_step_does_neither():
     rank = Served()
     rank.serve([5])
     assert rank.serve([5, 6], valid=0) == [{5: 5, 6: 6}] * LAYERS
     assert rank.device.policy.now == 1
-
-
-def test_padding_is_computed_from_slots_and_fills_none():
-    rank = Served()
-    rank.serve([5])
     assert rank.serve([6], valid=1, padding=(5,)) == [{5: E, 6: E + 1}] * LAYERS
     assert rank.serve([6], valid=1, padding=(7,)) == [{6: E + 1, 7: 7}] * LAYERS
     assert rank.device.policy.last[0, 7] == 0
@@ -199,10 +171,11 @@ def test_processing_a_layers_weights_makes_its_slots_stale():
     assert (rank.device.policy.slot_of == -1).all()
 
 
-def test_a_layer_whose_tensors_were_replaced_uses_its_slots_no_more(caplog):
-    rank = Served()
+def test_a_layer_whose_tensors_were_replaced_uses_its_slots_no_more_nor_does_it_stream_through_them(caplog):
+    rank, filled = Served(), []
     rank.serve([5])
     layer, module = rank.model.layers[1], rank.modules[1]
+    copies = [each.w13.clone() for each in rank.modules]
     with caplog.at_level(logging.WARNING):
         kept = module.w13  # so that the new one gets another address
         module.w13 = kept.clone()
@@ -211,6 +184,10 @@ def test_a_layer_whose_tensors_were_replaced_uses_its_slots_no_more(caplog):
     assert caplog.text.count("MoE layer 2 uses its slots no more: its tensors were replaced") == 1
     assert rank.device._share[1].tolist() == [0] * E
     assert rank.slots.at(kept.data_ptr()) is None
+    assert [rank.slots.slot_of(index) is None for index in range(LAYERS)] == [False, True, False]
+    rank.device.keep = lambda index, ids, addresses: filled.append(index)
+    rank.stream([[5, 6]], copies, [1])
+    assert filled == [0, 2]
 
 
 def test_a_layer_that_loses_a_row_of_slots_uses_them_no_more(caplog):

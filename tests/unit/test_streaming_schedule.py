@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,26 +118,6 @@ def test_with_one_buffer_the_next_row_is_copied_as_soon_as_one_is_read():
     assert buffers.copied == [0, 1]
 
 
-def test_a_row_that_two_halves_of_a_batch_enter_in_turn_is_copied_once():
-    buffers = Buffers(2)
-    for row in range(ROWS):
-        for _ in range(2):
-            buffer = buffers.enter(row, after(row))
-            assert buffer is not None
-            buffers.leave(buffer, after(row))
-    assert buffers.copied == list(range(ROWS))
-
-
-def test_a_forgotten_row_is_copied_again():
-    buffers = Buffers(2)
-    for _ in range(2):
-        buffer = buffers.enter(3, None)
-        assert buffer is not None
-        buffers.leave(buffer, None)
-        buffers.schedule.forget()
-    assert buffers.copied == [3, 3]
-
-
 def test_a_row_that_is_yet_to_be_read_is_not_overwritten_while_another_buffer_is_free():
     """A step that begins while the one before still reads has all buffers for itself once that is done."""
     buffers = Buffers(2)
@@ -152,13 +131,3 @@ def test_a_row_that_is_yet_to_be_read_is_not_overwritten_while_another_buffer_is
     for row in (3, 4):
         assert buffers.enter(row, None) is not None
     assert buffers.copied == [3, 4]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_row_reads_in_place_while_all_buffers_are_read(count):
-    buffers = Buffers(count)
-    for row in range(count):
-        assert buffers.enter(row, None) is not None
-    assert buffers.enter(count, None) is None
-    buffers.leave(0, None)
-    assert buffers.enter(count, None) == 0
