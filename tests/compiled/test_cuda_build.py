@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import torch
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cuda import build as cuda_build
 from sglang_uvm_offload.cuda.build import BuildFailure, build
-from sglang_uvm_offload.files.cache import cache_root
 
 TINY = 'extern "C" __attribute__((visibility("default"))) int tiny() { return 3; }\n'
 BUILDER = """
@@ -104,13 +101,6 @@ def test_shares_the_cuda_runtime_of_torch(cache):
     assert mapped == {str(cuda_build.loaded_cudart())}
 
 
-def test_a_second_build_is_the_first_one(cache, toolkit, tiny):
-    first = build("sm_90")
-    assert compiles(toolkit) == 1
-    assert build("sm_90") == first
-    assert compiles(toolkit) == 1
-
-
 def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tiny, monkeypatch):
     first = build("sm_90")
     tiny.write_text(TINY + "// changed\n")
@@ -121,6 +111,8 @@ def test_another_source_flag_or_arch_is_another_library(cache, toolkit, tiny, mo
     monkeypatch.setattr(cuda_build.torch, "__version__", "2.99.0")
     fourth = build("sm_90")
     assert len({first, second, third, fourth}) == compiles(toolkit) == 4
+    assert build("sm_90") == fourth
+    assert compiles(toolkit) == 4
 
 
 def test_builders_that_race_build_once(cache, toolkit, tiny):
@@ -169,19 +161,6 @@ def test_a_torn_library_is_built_again_once(cache, toolkit, tiny):
     assert works(library)
 
 
-@pytest.mark.parametrize("which", ["folder", "library"])
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
-def test_a_library_that_another_user_may_have_planted_is_not_loaded(cache, toolkit, tiny, tmp_path, which):
-    planted = build("sm_90")
-    where = {"folder": planted.parent, "library": planted}[which]
-    os.chown(where, 12345, 12345)
-    library = build("sm_90")
-    assert compiles(toolkit) == 2
-    assert works(library)
-    assert library.stat().st_uid == 0
-    assert (library == planted) is (which == "library"), "a folder of another user is left alone"
-
-
 def test_a_lock_that_a_stopped_process_holds_delays_the_build_and_does_not_end_it(cache, toolkit, tiny, monkeypatch):
     folder = build("sm_90").parent
     (folder / "uvm_ops.so").unlink()
@@ -192,14 +171,6 @@ def test_a_lock_that_a_stopped_process_holds_delays_the_build_and_does_not_end_i
         assert works(build("sm_90"))
     assert compiles(toolkit) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["lock", "unlocked-of-another", "uvm_ops.so"]
-
-
-def test_it_builds_where_there_are_no_locks(cache, tiny, monkeypatch):
-    def none(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", none)
-    assert works(build("sm_90"))
 
 
 def test_a_library_that_the_loader_refuses_is_named(cache, tmp_path, monkeypatch):
@@ -284,12 +255,6 @@ def test_an_architecture_that_is_none_is_refused(cache):
 def test_a_cache_path_with_spaces_and_dollars_builds(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a $HOME: b"))
     assert build("sm_90").is_file()
-
-
-def test_the_cache_is_in_the_home_without_xdg(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_root() == tmp_path / ".cache" / "sglang-uvm-offload"
 
 
 def test_the_installed_source_is_found_before_the_checkout(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,6 @@ def test_it_moves_two_mib_both_ways_reads_them_and_frees_all(standin: Standin):
     there, back = [*moves["host"], *read], [*moves["device"], *read]
     assert calls(ran) == ["MallocManaged", "MemAdvise SetAccessedBy device", *there, *back, *there, "Free"]
     assert {call["nbytes"] for call in ran.named("cudaMemAdvise")} == {2 << 20}
-
-
-def test_the_asking_process_makes_no_context(standin: Standin):
-    """A launcher starts its ranks later."""
-    ran = standin.run("import os\nprint(os.getpid())\n" + textwrap.dedent(PROGRAM))
-    assert ran.said == []
-    assert ran.out.split()[0] not in {str(call["pid"]) for call in ran.named("cudaMallocManaged", "cudaMalloc")}
 
 
 def test_what_a_launcher_asks_leaves_no_context_and_one_would_show(standin: Standin):

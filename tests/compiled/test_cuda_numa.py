@@ -70,11 +70,6 @@ def test_a_node_that_has_no_room_for_all_that_is_offloaded_to_it_is_named(standi
         assert line.startswith(f"NUMA node 1 is nearest to GPU 0, 1 and has {named} available for 7.00 GiB of offloaded")
 
 
-def test_without_nodes_there_is_nothing_to_say(standin: Standin, tmp_path: Path):
-    program = machine(tmp_path, "0", 0) + "    print(json.dumps(numa.crowded({0: 1 << 50})))"
-    assert standin.run(program).said == []
-
-
 PLACED = """
         memory = CudaMemory()
         it = memory.allocate(2 * BLOCK_BYTES, "w13")

@@ -191,27 +191,6 @@ def test_a_failure_ends_the_load_by_name_and_no_later_call_begins(standin):
     assert prefetched == [8, 8, 4], "the last one by the call after the load"
 
 
-def test_a_load_that_fails_ends_with_its_own_error_and_populates_no_more(standin):
-    ran = standin.run(
-        GATED
-        + """
-        it, tensor = made("w13", 24)
-        try:
-            with memory.loading():
-                memory.populate(it, [Span(0, 24 * BLOCK)])
-                raise ValueError("no such checkpoint")
-        except ValueError as error:
-            print(json.dumps(str(error)))
-        go.set()
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread():
-                thread.join()
-        """
-    )
-    assert ran.said == "no such checkpoint"
-    assert len(ran.named("cudaMemPrefetchAsync")) <= 1, "the piece that was under way"
-
-
 def test_host_ram_that_is_still_to_be_taken_is_not_available(standin):
     ran = standin.run(
         GATED

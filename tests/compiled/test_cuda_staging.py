@@ -141,28 +141,6 @@ print(json.dumps([wrong, [int(mask.sum()) for mask in in_vram], blocks]))
     assert 0 < sum(near) < 2 * blocks
 
 
-def test_a_range_is_copied_wherever_its_blocks_lie_and_without_moving_them(standin):
-    ran = standin.run(
-        PREPARE
-        + """
-one, held = managed(3 * BLOCK)
-memory.place(one, [Span(BLOCK, BLOCK)], DEVICE)
-memory.in_vram([])  # allocates what it compares with
-staging = CudaStaging(0, 3 * BLOCK, 1)
-print("before", flush=True)
-staging.begin_step()
-staging.copy(0, [Part(one, one.nbytes, 0)])
-staging.acquire(0)
-torch.cuda.synchronize()
-in_vram = memory.in_vram([(one, i * BLOCK) for i in range(3)]).tolist()
-print(json.dumps([same(staging.buffers[0], [Part(one, one.nbytes, 0)], [held]), in_vram]))
-"""
-    )
-    assert ran.said == [[True], [False, True, False]], ran.err
-    copied = next(i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_copy_kernel")
-    assert not [call for call in ran.calls[copied:] if call["call"] in ("cudaMemPrefetchAsync", "cudaMemAdvise")]
-
-
 def test_nothing_is_copied_while_the_caller_captures_a_graph(standin):
     ran = standin.run(
         PREPARE

@@ -52,20 +52,6 @@ print(json.dumps([before, there()]))
     assert moved[0]["nbytes"] == taken << 21
 
 
-def test_a_read_at_the_end_of_a_block_brings_no_other_back(standin):
-    said, _ = run(
-        standin,
-        """
-class Last:
-    integers = staticmethod(lambda low, high, size: np.full(size, high - 1))
-memory._read_times._random = Last
-runtime.cudaFree(plain(3))
-print(json.dumps(there()))
-""",
-    )
-    assert said == [False, False, False, True]
-
-
 def test_a_read_does_not_renew_a_block_and_a_prefetch_does(standin):
     said, _ = run(
         standin,
@@ -78,18 +64,6 @@ print(json.dumps(there()))
 """,
     )
     assert said == [True, False, True, True]
-
-
-def test_a_prefetch_to_a_full_card_evicts_another_block(standin):
-    said, moved = run(
-        standin,
-        """
-put(b, 2, DEVICE)
-print(json.dumps([free(), memory.in_vram([(a, 0)]).tolist(), memory.in_vram([(a, 0)]).tolist()]))
-""",
-    )
-    assert said == [0, [False], [True]], "an evicted block still prefers the GPU"
-    assert [call["call"] for call in moved] == ["evict", "evict", "fault"]
 
 
 def test_a_read_of_an_evicted_block_brings_it_back_and_takes_another_one(standin):
