@@ -1,24 +1,20 @@
 """Emulated memory that accounts for pages as NVIDIA's driver does, so that tests can ask what a GPU would have been asked.
 
 It keeps for each page what the driver would know (location, preferred location, whether it holds host RAM and VRAM), evicts as
-the driver would, runs out of VRAM where it would, and counts bytes and modelled seconds. The behaviours come from the CUDA
-documentation and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm):
+the driver would, runs out of VRAM where it would, and counts calls and bytes. The behaviours come from the CUDA documentation
+and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm):
 
 - The driver takes free VRAM before it takes back any of its own (``uvm_pmm_gpu.c:1677``).
 - A block whose pages have all moved to the host goes to the list of unused ones, which is taken back first
   (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and comes off it when a page moves in. Then come the least recently
   populated.
-- A span of several blocks is moved in two passes: the first unmaps and copies each block that is elsewhere, the second maps
-  them (``uvm_migrate.c``, ``uvm_migrate``). A span in one block takes one pass.
-- Advice with an edge inside a block splits it for good (``uvm_va_range.c:1243``). A split block neither goes to that list nor
-  comes off it (``uvm_va_block.c:3515,3546``), and populating it again does not renew its age (``:5097``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,48 +24,24 @@ from sglang_uvm_offload.cpu.memory import CODE, DEVICE, HOST, UNSET, EmulatedMem
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, batches, check_block, check_spans, round_up
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
-from sglang_uvm_offload.plan.inputs import Assumptions
-from sglang_uvm_offload.plan.links import PCIE5
 
 _PAGES_PER_BLOCK = BLOCK_BYTES // PAGE_BYTES
 _OS_PAGE = mmap.PAGESIZE
 
 
-@dataclass(frozen=True)
-class LinkModel:
-    """What PCIe costs, in bytes a second and seconds. The rates are those that a plan takes for PCIe 5 x16, measured on an
-    H200; the two latencies are assumptions."""
-
-    copy_bytes_per_s: float = PCIE5.rate * 1e9
-    read_bytes_per_s: float = PCIE5.rate * 1e9 * Assumptions.read_efficiency
-    call_seconds: float = 10e-6
-    fault_seconds: float = 30e-6
-
-    def copy_seconds(self, nbytes: int) -> float:
-        return nbytes / self.copy_bytes_per_s
-
-    def read_seconds(self, nbytes: int) -> float:
-        return nbytes / self.read_bytes_per_s
-
-
 @dataclass
 class Traffic:
-    """Counters since the memory was made: bytes, calls, and modelled seconds of the link."""
+    """Counters since the memory was made."""
 
-    zero_copy_bytes: int = 0
     to_device_bytes: int = 0
     to_host_bytes: int = 0
     evicted_bytes: int = 0
-    faulted_bytes: int = 0
-    unmapped_blocks: int = 0
-    """Reads of a block between the two passes of its move."""
     advise_calls: int = 0
     prefetch_calls: int = 0
-    seconds: float = 0.0
 
 
 class _Pages:
-    """The driver's view of one range. Arrays are ``[pages]``, the last four ``[blocks]``."""
+    """The driver's view of one range. Arrays are ``[pages]``, the last two ``[blocks]``."""
 
     def __init__(self, managed: ManagedRange):
         count = round_up(managed.nbytes, PAGE_BYTES) // PAGE_BYTES
@@ -80,17 +52,16 @@ class _Pages:
         self.holds_device = np.zeros(count, dtype=bool)
         blocks = -(-count // _PAGES_PER_BLOCK)
         self.populated = np.zeros(blocks, dtype=np.int64)
-        self.split, self.unused, self.unmapped = np.zeros((3, blocks), dtype=bool)
+        self.unused = np.zeros(blocks, dtype=bool)
 
 
 class SimulatedDriver(EmulatedMemory):
     """``device_bytes`` is the VRAM to play, None for as much as is asked for. ``block_bytes`` is the unit of residency that
     this memory states; the driver's own blocks are always ``BLOCK_BYTES``."""
 
-    def __init__(self, device_bytes: int | None = None, link: LinkModel | None = None, block_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, device_bytes: int | None = None, block_bytes: int = PAGE_BYTES) -> None:
         super().__init__(block_bytes)
         self.device_bytes = device_bytes
-        self.link = link or LinkModel()
         self.traffic = Traffic()
         self.device_used = 0
         """Bytes of VRAM that managed pages and ``allocate_plain`` hold. A page keeps its VRAM after it moved to the host, until
@@ -101,8 +72,6 @@ class SimulatedDriver(EmulatedMemory):
         self.host_used = 0
         """Bytes of host RAM that managed pages hold. A page keeps its host copy's room after it moved to the GPU."""
         self.host_peak = 0
-        self.between_passes: Callable[[], None] = lambda: None
-        """Called when a move's blocks have been copied and are not mapped yet: what a kernel does meanwhile."""
         self._queue: list[tuple[ManagedRange, list[Span]]] | None = None
         """What is to be populated, while a model loads."""
         self._plain = 0
@@ -180,31 +149,17 @@ class SimulatedDriver(EmulatedMemory):
         check_spans(managed, spans, self.block_bytes)
         for span in spans:
             pages.preferred[pages_of(span)] = CODE[location]
-            for edge in (span.offset, round_up(span.end, self.block_bytes)):
-                if edge % BLOCK_BYTES:
-                    pages.split[edge // BLOCK_BYTES] = True
             self.traffic.advise_calls += 1
-            self.traffic.seconds += self.link.call_seconds
 
     def read(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
-        """A kernel on the GPU reads the spans (any bytes): local pages cost nothing, host pages are read over the
-        link, and a page that prefers the GPU but was evicted faults back in (a GPU maps only local pages of a
-        range that prefers it)."""
+        """A kernel on the GPU reads the spans (any bytes). A page that prefers the GPU but was evicted faults back in: a GPU
+        maps only local pages of a range that prefers it. Other pages stay where they are."""
         pages = self._pages(managed)
         self._notice_writes(pages)
         for span in spans:
             where = pages_of(span)
-            self.traffic.unmapped_blocks += int(pages.unmapped[units_of(span, BLOCK_BYTES)].sum())
-            away = pages.where[where] != DEVICE
-            thrashing = away & (pages.preferred[where] == DEVICE)
-            through = int((away & ~thrashing).sum()) * PAGE_BYTES
-            self.traffic.zero_copy_bytes += through
-            self.traffic.seconds += self.link.read_seconds(through)
-            for run in _runs(thrashing):
-                faulted = slice(where.start + run.start, where.start + run.stop)
-                self.traffic.faulted_bytes += (faulted.stop - faulted.start) * PAGE_BYTES
-                self.traffic.seconds += self.link.fault_seconds
-                self._to_device(pages, faulted, "read")
+            for run in _runs((pages.where[where] != DEVICE) & (pages.preferred[where] == DEVICE)):
+                self._to_device(pages, slice(where.start + run.start, where.start + run.stop), "read")
 
     def location(self, managed: ManagedRange, span: Span) -> Location | None:
         """Where the whole span really is, None where it is mixed or was never populated."""
@@ -236,17 +191,10 @@ class SimulatedDriver(EmulatedMemory):
 
     def _prefetch(self, pages: _Pages, span: Span, location: Location) -> None:
         self.traffic.prefetch_calls += 1
-        self.traffic.seconds += self.link.call_seconds
-        where, blocks = pages_of(span), units_of(span, BLOCK_BYTES)
-        away = (np.flatnonzero(pages.where[where] != CODE[location]) + where.start) // _PAGES_PER_BLOCK
         if location is Location.DEVICE:
-            self._to_device(pages, where, "place")
+            self._to_device(pages, pages_of(span), "place")
         else:
-            self._to_host(pages, where)
-        if blocks.stop - blocks.start > 1:
-            pages.unmapped[away] = True
-            self.between_passes()
-            pages.unmapped[away] = False
+            self._to_host(pages, pages_of(span))
 
     def _pages(self, managed: ManagedRange) -> _Pages:
         self._find(managed)
@@ -285,12 +233,10 @@ class SimulatedDriver(EmulatedMemory):
         self.device_resident += away.size * PAGE_BYTES
         self._clock += 1
         blocks = np.unique(away // _PAGES_PER_BLOCK)
-        fresh = blocks[~pages.split[blocks] | (pages.populated[blocks] == 0)]
-        pages.populated[fresh] = self._clock
-        pages.unused[blocks[~pages.split[blocks]]] = False
+        pages.populated[blocks] = self._clock
+        pages.unused[blocks] = False
         self._device_takes(nbytes)
         self.traffic.to_device_bytes += moved
-        self.traffic.seconds += self.link.copy_seconds(moved)
 
     def _to_host(self, pages: _Pages, where: slice) -> None:
         away = np.flatnonzero(pages.where[where] != HOST) + where.start
@@ -299,9 +245,8 @@ class SimulatedDriver(EmulatedMemory):
         self._hold_host(pages, away)
         self.device_resident -= moved
         empty = _by_block(pages.where == DEVICE) == 0
-        pages.unused |= empty & (_by_block(pages.holds_device) > 0) & ~pages.split
+        pages.unused |= empty & (_by_block(pages.holds_device) > 0)
         self.traffic.to_host_bytes += moved
-        self.traffic.seconds += self.link.copy_seconds(moved)
 
     def _hold_host(self, pages: _Pages, which: np.ndarray) -> None:
         self.host_used += int((~pages.holds_host[which]).sum()) * PAGE_BYTES

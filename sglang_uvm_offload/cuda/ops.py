@@ -90,7 +90,6 @@ class CudaOps:
         assert self._lib.uvm_max_requests() == MAX_REQUESTS
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
-        self.compiled_version: int = self._lib.uvm_compiled_version()
 
     def versions(self) -> tuple[int, int]:
         """The CUDA runtime in use and the newest one that the driver supports, as 1000 * major + 10 * minor."""

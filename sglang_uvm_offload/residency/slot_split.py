@@ -32,22 +32,13 @@ class Slots:
             return 0
         if self.asked is not None:
             return min(self.asked, rows)
-        return int(rows * self._share(rows, num_experts)[0])
+        return int(rows * self._share(rows, num_experts))
 
-    def origin(self, rows: int, num_experts: int) -> str:
-        """Where the number is from."""
-        if self.asked is not None:
-            return "as given"
-        share, residency = self._share(rows, num_experts)
-        why = f"the default with {num_experts} experts" if residency is None else f"by the profile, for {residency:.0%} in VRAM"
-        return f"{share:.0%}, {why}"
-
-    def _share(self, rows: int, num_experts: int) -> tuple[float, float | None]:
-        """The share, and the residency that the profile has it for: the nearest, of two the lower. None without any."""
+    def _share(self, rows: int, num_experts: int) -> float:
+        """That of the nearest residency that the profile has, of two the lower; the default without any."""
         if not self.shares:
-            return default_share(num_experts), None
-        nearest = min(self.shares, key=lambda residency: (abs(residency - rows / num_experts), residency))
-        return self.shares[nearest], nearest
+            return default_share(num_experts)
+        return self.shares[min(self.shares, key=lambda residency: (abs(residency - rows / num_experts), residency))]
 
 
 NO_SLOTS = Slots()

@@ -10,8 +10,7 @@ from simulated_driver import SimulatedDriver
 
 from scripts.harness import memory_contract
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.memory import layout
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, MOVE_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
 
 MIB = 1 << 20
@@ -98,49 +97,6 @@ def test_a_block_that_moved_to_the_host_keeps_its_vram_until_something_needs_it_
     assert memory.device_used == memory.device_bytes == memory.device_resident + BLOCK_BYTES
 
 
-@pytest.mark.parametrize(("at_a_time", "met"), [(1 << 30, 64), (MOVE_BYTES, 8)])
-def test_a_step_meets_few_unmapped_blocks_of_a_long_move(monkeypatch, at_a_time, met):
-    """In one call, the driver would unmap all of it."""
-    monkeypatch.setattr(layout, "MOVE_BYTES", at_a_time)
-    memory, found = SimulatedDriver(), []
-    managed = memory.allocate(64 * BLOCK_BYTES, "w13")
-
-    def step():
-        before = memory.traffic.unmapped_blocks
-        memory.read(managed, whole(managed))
-        found.append(memory.traffic.unmapped_blocks - before)
-
-    memory.between_passes = step
-    for location in (Location.DEVICE, Location.HOST):
-        memory.place(managed, whole(managed), location)
-    assert found == [met] * (2 * 64 // met)
-    memory.place(managed, [Span(block * BLOCK_BYTES, BLOCK_BYTES) for block in range(64)], Location.DEVICE)
-    assert memory.traffic.unmapped_blocks == sum(found), "a block by itself is never unmapped"
-    memory.place(managed, whole(managed), Location.DEVICE)
-    assert memory.traffic.unmapped_blocks == sum(found[: 2 * 64 // met]), "nor is one that is there already"
-
-
-def test_a_split_block_that_moved_to_the_host_waits_behind_older_residents():
-    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
-    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
-    memory.prefer(second, [Span(0, PAGE_BYTES)], Location.DEVICE)
-    memory.place(second, [Span(0, BLOCK_BYTES)], Location.HOST)
-    memory.allocate_plain(BLOCK_BYTES, "workspace")
-    assert memory.traffic.evicted_bytes == BLOCK_BYTES
-    assert memory.location(first, Span(0, BLOCK_BYTES)) is Location.HOST
-
-
-def test_a_block_that_is_split_while_unused_goes_first_although_it_is_resident_again():
-    memory = SimulatedDriver(device_bytes=4 * BLOCK_BYTES)
-    first, second = (resident(memory, 2 * BLOCK_BYTES, name) for name in ("first", "second"))
-    memory.place(second, [Span(0, BLOCK_BYTES)], Location.HOST)
-    memory.prefer(second, [Span(0, PAGE_BYTES)], Location.DEVICE)
-    memory.place(second, [Span(0, BLOCK_BYTES)], Location.DEVICE)
-    memory.allocate_plain(BLOCK_BYTES, "workspace")
-    assert memory.location(second, Span(0, BLOCK_BYTES)) is Location.HOST
-    assert memory.location(first, Span(0, 2 * BLOCK_BYTES)) is Location.DEVICE
-
-
 def test_an_allocation_that_no_eviction_can_fit_fails_and_changes_nothing():
     memory = SimulatedDriver(device_bytes=2 * BLOCK_BYTES)
     held = resident(memory, BLOCK_BYTES, "held")
@@ -157,10 +113,8 @@ def test_an_evicted_page_that_prefers_the_gpu_faults_back_and_one_that_prefers_t
     memory.allocate_plain(2 * BLOCK_BYTES, "KV cache")
     memory.free_plain(2 * BLOCK_BYTES)
     memory.read(prefers_host, whole(prefers_host))
-    assert memory.traffic.zero_copy_bytes == BLOCK_BYTES
     assert memory.location(prefers_host, Span(0, BLOCK_BYTES)) is Location.HOST
     memory.read(prefers_gpu, whole(prefers_gpu))
-    assert memory.traffic.faulted_bytes == BLOCK_BYTES
     assert memory.location(prefers_gpu, Span(0, BLOCK_BYTES)) is Location.DEVICE
 
 
@@ -183,18 +137,6 @@ def test_emulated_vram_that_is_used_is_what_was_placed_in_it():
     memory.place(managed, [Span(0, PAGE_BYTES)], Location.HOST)
     info = memory.info()
     assert info.device_total - info.device_free == 2 * PAGE_BYTES
-
-
-def test_a_promise_of_where_blocks_are_is_not_kept_by_reads_that_cannot_tell():
-    class Busy(SimulatedDriver):
-        def in_vram(self, blocks):
-            return None
-
-    memory = Busy()
-    managed = memory.allocate(2 * PAGE_BYTES, "w13")
-    memory.place(managed, whole(managed), Location.HOST)
-    with pytest.raises(AssertionError, match=rf"not found there \[0, {PAGE_BYTES}\]"):
-        memory_contract.expect_location(memory, managed, whole(managed), Location.HOST)
 
 
 def test_a_block_that_a_read_moves_breaks_the_promise_of_where_it_is():

@@ -109,19 +109,6 @@ def test_a_deep_copy_of_a_tensor_with_room_for_slots_is_taken_over():
     assert (module.ones == 1).all()
 
 
-def test_a_new_tensor_of_a_placed_layer_is_placed_like_the_others():
-    memory = SimulatedDriver()
-    layer, module = reserved(memory)
-    layer.place(first(3))
-    with AllocationMode(E, layer.allocate, layer.write):
-        module.ones = torch.ones(E, BLOCK_BYTES, dtype=torch.uint8)
-    layer.sync_tensors(module)
-    memory.notice_writes()
-    new = next(tensor for tensor in layer.tensors if tensor.layout.expert_bytes == BLOCK_BYTES)
-    assert new.resident.sum() == 3
-    assert (module.ones == 1).all()
-
-
 # ---- a model ----
 
 

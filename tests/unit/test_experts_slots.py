@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 
@@ -87,6 +86,9 @@ def test_rows_behind_the_experts_are_in_vram_and_keep_their_bytes_while_experts_
     layer, module = made(experts, slots, expert_bytes, memory)
     tensors = [module.w13.data, module.scale.data, module.one]
     (managed,) = layer.tensors
+    memory.notice_writes()
+    assert memory.traffic.to_device_bytes == memory.traffic.to_host_bytes == 0, "loading moves nothing"
+    assert memory.device_used == memory.device_peak
     assert not row(module.w13.data, experts).any(), "slots begin zeroed"
     held = fill(tensors, experts, slots)
     before = [tensor.clone() for tensor in tensors]
@@ -107,32 +109,11 @@ def test_rows_behind_the_experts_are_in_vram_and_keep_their_bytes_while_experts_
     assert all(torch.equal(a, b) for now, was in zip(rows, held, strict=True) for a, b in zip(now, was, strict=True))
 
 
-def test_the_edge_is_not_offered_to_be_moved():
-    layer, _ = made()
-    (tensor,) = layer.tensors
-    assert tensor.layout.edge_bytes
-    none = np.zeros(tensor.layout.num_extents, dtype=bool)
-    assert layer.host_bytes_to_demote(none) == layer.resident_bytes - tensor.layout.edge_bytes
-    assert layer.demote(none) == 2 * PAGE_BYTES + PAGE_BYTES, "two experts and a bit are three blocks"
-    assert layer.demote(none) == 0
-
-
-@pytest.mark.parametrize("slots", [0, S])
-def test_loading_moves_nothing_and_takes_vram_for_residents_and_slots(slots):
-    memory = SimulatedDriver()
-    layer, _ = made(slots=slots, memory=memory)
-    memory.notice_writes()
-    (tensor,) = layer.tensors
-    assert memory.device_used == memory.device_peak == layer.resident_bytes + tensor.layout.slot_bytes
-    assert layer.resident_bytes == tensor.layout.budget(2)
-    assert memory.host_used == tensor.layout.taken_by(~tensor.resident)
-    assert memory.traffic.to_device_bytes == memory.traffic.to_host_bytes == 0
-    assert layer.slot_bytes == tensor.layout.slot_bytes + slots * (3 * 4 + 4)
-
-
 def test_every_storage_is_listed_with_its_rows():
     layer, module = made()
     assert layer.slots_missing is None
+    assert torch.equal(module.one, torch.full((E,), 2.5))
+    assert layer.plain_bytes == E * (12 + 4), "without slots"
     assert layer.slot_rows() == [
         (module.w13.data_ptr(), PAGE_BYTES + 512),
         (module.scale.data_ptr(), 12),
@@ -141,13 +122,6 @@ def test_every_storage_is_listed_with_its_rows():
     for address, nbytes in layer.slot_rows():
         (tensor,) = (it for it in (module.w13.data, module.scale.data, module.one) if it.data_ptr() == address)
         assert tensor.untyped_storage().nbytes() == (E + S) * nbytes
-
-
-def test_plain_tensors_have_their_values_and_count_without_slots():
-    plain, (layer, module) = made(slots=0), made()
-    assert torch.equal(module.one, torch.full((E,), 2.5))
-    assert [p.stride() for p in module.parameters()] == [p.stride() for p in plain[1].parameters()]
-    assert layer.plain_bytes == plain[0].plain_bytes == E * (12 + 4)
 
 
 def test_without_slots_nothing_has_rows():
@@ -183,18 +157,6 @@ def test_what_a_custom_op_made_gets_rows_too():
     assert module.halves.untyped_storage().data_ptr() == module.scale.data_ptr()
     assert layer.slot_bytes == layer.tensors[0].layout.slot_bytes + S * 16, "those of freed tensors are not counted"
     fill([module.w13.data, module.scale.data, module.one], E, S)
-
-
-def test_a_deep_copy_of_a_tensor_with_rows_is_taken_over():
-    """It copies the whole storage."""
-    layer, module = made()
-    module.w13.data, module.scale.data = copy.deepcopy(module.w13.data), copy.deepcopy(module.scale.data)
-    before = module.w13.data.clone()
-    assert module.w13.untyped_storage().nbytes() == (E + S) * (PAGE_BYTES + 512)
-    layer.sync_tensors(module)
-    assert layer.tensors[0].address == module.w13.data_ptr()
-    assert layer.slots_missing is None
-    assert torch.equal(module.w13.data, before)
 
 
 @dataclasses.dataclass

@@ -134,15 +134,6 @@ def test_what_a_method_keeps_inside_dataclasses_is_moved_too(pool):
     assert [held.tensor.shape for held in expert_tensors([method], E)] == [(E, 3, 2), (E, 3)]
 
 
-def test_moving_again_moves_nothing(pool):
-    module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(torch.ones(E, 3), requires_grad=False)
-    move_into_managed([module], E, pool.holds, pool)
-    address = module.weight.data_ptr()
-    move_into_managed([module], E, pool.holds, pool)
-    assert (module.weight.data_ptr(), len(pool.given)) == (address, 1)
-
-
 def test_experts_that_interleave_stay_where_they_are(pool):
     module = torch.nn.Module()
     module.weight = torch.arange(12.0).view(3, E).t()

@@ -113,30 +113,6 @@ def test_a_range_that_is_waited_for_comes_next() -> None:
         populating.wait_for(made("of plain memory")[0])
 
 
-def test_whoever_waits_for_a_range_is_told_of_a_failure_before_it() -> None:
-    with running() as (driver, populating):
-        (a, of_a, spans_a), (b, of_b, spans_b) = made("a"), made("b")
-        for managed, tensors, spans in ((a, of_a, spans_a), (b, of_b, spans_b)):
-            populating.add(managed, weakref.ref(tensors), spans)
-
-        def fail() -> None:
-            raise ManagedMemoryError("cudaMemPrefetchAsync to host", "a", Span(0, 8), "out of memory")
-
-        driver.fails = fail
-        driver.go_on()
-        with pytest.raises(ManagedMemoryError, match="out of memory"):
-            populating.wait_for(b)
-
-
-def test_without_work_there_is_no_thread() -> None:
-    before = threading.active_count()
-    with running() as (_, populating):
-        managed, tensors, _ = made("a")
-        populating.add(managed, weakref.ref(tensors), [])
-        populating.wait()
-        assert threading.active_count() == before
-
-
 def test_a_range_that_is_freed_in_the_queue_or_between_pieces_is_populated_no_further() -> None:
     with running() as (driver, populating):
         (a, of_a, spans_a), (b, of_b, spans_b), (c, of_c, spans_c) = made("a", 3), made("b"), made("c")
@@ -173,7 +149,7 @@ def test_what_is_not_populated_yet_counts_unless_it_is_freed() -> None:
 
 def test_a_failure_ends_it_and_is_raised_by_whoever_waits_or_adds() -> None:
     with running() as (driver, populating):
-        managed, tensors, spans = made("w13", 3)
+        (managed, tensors, spans), (other, of_other, _) = made("w13", 3), made("w2")
         failure = ManagedMemoryError("cudaMemPrefetchAsync", "w13", spans[0], "out of memory")
 
         def fail() -> None:
@@ -181,8 +157,9 @@ def test_a_failure_ends_it_and_is_raised_by_whoever_waits_or_adds() -> None:
 
         driver.fails = fail
         populating.add(managed, weakref.ref(tensors), spans)
+        populating.add(other, weakref.ref(of_other), [Span(0, other.nbytes)])
         driver.go_on(3)
-        for action in (populating.wait, populating.check, populating.wait):
+        for action in (lambda: populating.wait_for(other), populating.wait, populating.check):
             with pytest.raises(ManagedMemoryError, match="w13"):
                 action()
         with pytest.raises(ManagedMemoryError) as raised:

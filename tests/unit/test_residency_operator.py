@@ -33,24 +33,18 @@ def serve(rank: Rank, ids, steps: int) -> None:
         rank.step([ids])
 
 
-def test_residents_are_chosen_from_what_was_routed_since_they_were_last_chosen():
+def test_residents_are_chosen_from_what_was_routed_since_they_were_last_chosen_and_logged(caplog):
     """The old traffic outweighs the new, and does not count any more."""
-    rank = warm()
-    serve(rank, [0, 1, 2], 2)
-    rank.manager.readvise()
-    assert rank.resident() == [[0, 1, 2]] * LAYERS
-    serve(rank, [2, 3, 4], 1)
-    rank.manager.readvise()
-    assert rank.resident() == [[2, 3, 4]] * LAYERS
-
-
-def test_what_was_routed_is_logged_with_the_hit_rates(caplog):
     rank = warm()
     serve(rank, [0, 1, 2], 2)
     with caplog.at_level(logging.INFO):
         rank.manager.readvise()
     assert "residents chosen from the routing of 3 tokens (0 prefill and 3 decode steps)" in caplog.text
     assert "hit rate of these 33.3 % before, 66.7 % after" in caplog.text
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    serve(rank, [2, 3, 4], 1)
+    rank.manager.readvise()
+    assert rank.resident() == [[2, 3, 4]] * LAYERS
 
 
 def test_without_a_new_token_residents_stay(caplog):
@@ -87,7 +81,8 @@ def test_a_profiles_residents_give_way_to_an_operator():
     assert all({1, 2, 4} == set(ids) for ids in rank.resident())
 
 
-def test_every_rank_moves_to_what_the_first_decides():
+@pytest.mark.parametrize("fault", [None, "a test"])
+def test_every_rank_moves_to_what_the_first_decides_and_none_where_that_one_has_a_fault(fault):
     """Their counts may differ; that one saw nothing, or nothing else, is no reason to differ."""
     decision: list[np.ndarray] = []
 
@@ -97,11 +92,12 @@ def test_every_rank_moves_to_what_the_first_decides():
 
     leader = Rank(config(warmup_tokens=10**6), broadcast_decision=first)
     follower = Rank(config(warmup_tokens=10**6), broadcast_decision=lambda decide: decision[-1])
+    leader.manager.mover.failure = fault
     leader.step([[5, 6, 7]])
-    follower.step([[0, 1, 2]])
+    follower.step([[3, 4, 5]])
     for rank in (leader, follower):
         rank.manager.readvise()
-    assert leader.resident() == follower.resident() == [[5, 6, 7]] * LAYERS
+    assert leader.resident() == follower.resident() == [[5, 6, 7] if fault is None else [0, 1, 2]] * LAYERS
 
 
 def test_after_a_fault_nothing_moves_and_the_peers_do_not_wait():
@@ -130,22 +126,6 @@ def test_after_a_fault_nothing_moves_and_the_peers_do_not_wait():
     rank.manager.readvise()
     assert rank.resident() == before
     assert len(asked) == 2
-
-
-def test_where_the_rank_that_decides_has_a_fault_no_rank_moves():
-    decision = []
-
-    def first(decide):
-        decision.append(decide())
-        return decision[-1]
-
-    leader = Rank(config(warmup_tokens=10**6), broadcast_decision=first)
-    follower = Rank(config(warmup_tokens=10**6), broadcast_decision=lambda decide: decision[-1])
-    leader.manager.mover.failure = "a test"
-    for rank in (leader, follower):
-        rank.step([[5, 6, 7]])
-        rank.manager.readvise()
-    assert follower.resident() == [[0, 1, 2]] * LAYERS
 
 
 def test_residents_that_stay_after_a_fault_stay_at_the_end_of_the_warm_up_too():

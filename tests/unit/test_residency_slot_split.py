@@ -14,7 +14,6 @@ def test_auto_takes_its_share_of_the_rows_by_the_number_of_experts():
     assert AUTO.of(100, 256) == int(100 * FINE_SHARE)
     assert AUTO.of(100, FINE_EXPERTS) == int(100 * FINE_SHARE)
     assert AUTO.of(20, FINE_EXPERTS - 1) == int(20 * COARSE_SHARE)
-    assert AUTO.origin(100, 256) == "75%, the default with 256 experts"
 
 
 def test_a_profile_sets_the_share_by_its_nearest_residency():
@@ -23,13 +22,11 @@ def test_a_profile_sets_the_share_by_its_nearest_residency():
     assert MEASURED.of(96, 256) == 96, "halfway between two, the lower"
     assert MEASURED.of(100, 256) == 25
     assert MEASURED.of(250, 256) == 62
-    assert MEASURED.origin(250, 256) == "25%, by the profile, for 50% in VRAM"
 
 
 def test_a_number_is_as_given_and_nothing_makes_slots_where_all_experts_are_resident():
     assert Slots(30, {0.5: 1.0}).of(100, 256) == 30
     assert Slots(30).of(20, 256) == 20
-    assert Slots(30).origin(100, 256) == "as given"
     assert [slots.of(256, 256) for slots in (AUTO, MEASURED, Slots(30))] == [0, 0, 0]
     assert [NO_SLOTS.of(rows, 256) for rows in (0, 100, 255)] == [0, 0, 0]
 

@@ -89,15 +89,6 @@ def test_each_row_of_a_step_is_copied_once(count, steps):
         assert buffers.copied == rows
 
 
-@given(st.integers(1, 3), st.sets(st.integers(0, ROWS - 1), min_size=1))
-def test_a_step_that_skips_rows_it_announced_still_reads_its_own(count, visited):
-    buffers = Buffers(count)
-    for row in sorted(visited):
-        buffer = buffers.enter(row, after(row))
-        assert buffer is not None
-        buffers.leave(buffer, after(row))
-
-
 def test_with_two_buffers_the_next_row_is_copied_while_one_is_read():
     buffers = Buffers(2)
     buffer = buffers.enter(0, 1)
