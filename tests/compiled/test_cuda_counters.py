@@ -119,23 +119,28 @@ def test_ids_that_do_not_last_and_long_ones_are_counted_at_once(standin):
     assert counting(ran) == [1] * 10
 
 
-def test_a_step_that_ends_before_its_last_layer_is_counted_and_later_ones_layer_by_layer(standin):
+@pytest.mark.parametrize(
+    ("layers", "later", "launches"),
+    [("0, 1", "range(LAYERS - 1)", [2, *[1] * 8]), ("0, 1, *range(LAYERS)", "()", [2, *[1] * 5])],
+)
+def test_what_ends_before_its_last_layer_is_counted_and_what_follows_layer_by_layer(standin, layers, later, launches):
+    """A step; or a run, of which some follow each other without a step before a server serves."""
     ran = standin.run(
         STEPS
-        + """
+        + f"""
     begin(3)
-    for layer in range(2):
+    for layer in ({layers}):
         count(layer, some())
     said = [told()]
     for step in range(2):
         begin(3)
-        for layer in range(LAYERS - 1):
+        for layer in {later}:
             count(layer, some())
     print(json.dumps([*said, told()]))
     """
     )
     assert [right for right, _ in ran.said] == [True, True], ran.err
-    assert counting(ran) == [2, *[1] * 8]
+    assert counting(ran) == launches
 
 
 def test_ids_that_turn_out_to_share_a_buffer_are_counted_at_once_from_then_on(standin):
@@ -191,21 +196,6 @@ def test_a_graph_counts_all_layers_at_each_replay_whatever_comes_to_lie_where_th
     assert right, ran.err
     assert total > 20
     assert counting(ran) == [5]
-
-
-def test_a_run_that_begins_anew_before_its_last_layer_is_counted_and_later_ones_layer_by_layer(standin):
-    """Before a server serves, runs follow each other without a step."""
-    ran = standin.run(
-        STEPS
-        + """
-    begin(3)
-    for layer in (0, 1, *range(LAYERS)):
-        count(layer, some())
-    print(json.dumps(told()))
-    """
-    )
-    assert ran.said[0], ran.err
-    assert counting(ran) == [2, *[1] * 5]
 
 
 @pytest.mark.parametrize("begins", [True, False])

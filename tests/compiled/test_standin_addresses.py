@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 NBYTES = 4 << 20
 RESERVED = f"""
 import ctypes
@@ -42,7 +40,7 @@ print(json.dumps([*said, taken()]))
     assert moves == ["cuMemMap", "cuMemUnmap"] * 2
 
 
-@pytest.mark.parametrize("use", ["ctypes.string_at(at.value, 1)", "ctypes.memset(at.value, 0, 1)"])
-def test_a_use_of_memory_that_was_given_up_ends_the_process(standin, use):
+def test_a_use_of_memory_that_was_given_up_ends_the_process(standin):
+    use = "ctypes.string_at(at.value, 1)"
     ran = standin.run(f"{RESERVED}\nmap_it()\n{use}\ncuda.cuMemUnmap(at, nbytes)\nprint('given up', flush=True)\n{use}")
     assert (ran.out, ran.code) == ("given up\n", -signal.SIGSEGV), ran.err

@@ -1,6 +1,6 @@
 /* Memory of all kinds, in host memory, so that its bytes can be checked. A managed range also has, for each page of 64
  * KiB, where the page is and where it prefers to be. Addresses are used once: a use after free always ends the process,
- * not only where nothing took its place. With STANDIN_REUSE they are used again, as a driver may.
+ * not only where nothing took its place.
  *
  * The GPU has as much VRAM as STANDIN_VRAM says. Where it is full, what needs some takes it from managed blocks of 2
  * MiB, as the driver does (open kernel modules, 580.95.05, kernel-open/nvidia-uvm):
@@ -104,11 +104,7 @@ bool standin_give(void* start) {
     }
     pthread_mutex_unlock(&lock);
     if (!range) return false;
-    if (standin_setting("STANDIN_REUSE", 0))
-        munmap(range->mapped, range->mapped_bytes);
-    else
-        mmap(range->mapped, range->mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-             0);
+    mmap(range->mapped, range->mapped_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     free(range->pages);
     free(range->populated);
     free(range);

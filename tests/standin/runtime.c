@@ -518,12 +518,7 @@ EXPORT void** __cudaRegisterFatBinary(void* binary) {
     return handle;
 }
 
-EXPORT void __cudaRegisterFatBinaryEnd(void** handle) {}
-EXPORT void __cudaUnregisterFatBinary(void** handle) {}
 EXPORT char __cudaInitModule(void** handle) { return 1; }
-EXPORT void __cudaRegisterVar(void** handle, char* host, char* device, const char* name, int e, size_t size, int c,
-                              int g) {}
-
 EXPORT void __cudaRegisterFunction(void** handle, const char* stub, char* device, const char* name, int limit,
                                    void* tid, void* bid, void* block, void* grid, int* warps) {
     standin_name_kernel(stub, name);

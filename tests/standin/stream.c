@@ -299,9 +299,6 @@ EXPORT int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
     return result;
 }
 
-/* Handles stay valid: a stream is a few bytes. */
-EXPORT int cudaStreamDestroy(void* stream) { return 0; }
-
 EXPORT int cudaStreamGetPriority(void* stream, int* priority) {
     *priority = 0;
     return 0;
@@ -444,7 +441,6 @@ static int query_event(void* handle) {
 EXPORT int cudaEventCreate(void** event) { return new_event(event); }
 EXPORT int cudaEventCreateWithFlags(void** event, unsigned flags) { return new_event(event); }
 EXPORT int cuEventCreate(void** event, unsigned flags) { return new_event(event); }
-EXPORT int cudaEventDestroy(void* event) { return 0; }
 EXPORT int cudaEventRecord(void* event, void* stream) { return record(event, stream); }
 EXPORT int cudaEventRecordWithFlags(void* event, void* stream, unsigned flags) { return record(event, stream); }
 EXPORT int cuEventRecord(void* event, void* stream) { return record(event, stream); }
@@ -535,7 +531,7 @@ EXPORT int cudaStreamEndCapture(void* stream, void** handle) {
     return 0;
 }
 
-/* ---- graphs: the executable graph is the graph itself; graphs are few and live as long as the process ---- */
+/* ---- graphs: the executable graph is the graph itself; nothing is destroyed, as handles are few ---- */
 
 EXPORT int cudaGraphCreate(void** handle, unsigned flags) {
     struct graph* graph = calloc(1, sizeof *graph);
@@ -558,9 +554,6 @@ EXPORT int cudaGraphInstantiateWithParams(void** executable, void* graph, void* 
     *executable = graph;
     return 0;
 }
-
-EXPORT int cudaGraphDestroy(void* graph) { return 0; }
-EXPORT int cudaGraphExecDestroy(void* executable) { return 0; }
 
 EXPORT int cudaGraphGetNodes(void* handle, void** nodes, size_t* count) {
     struct graph* graph = handle;

@@ -28,31 +28,12 @@ def test_a_activation_counts_a_step_once_however_many_tokens_use_the_expert(coun
     assert counts.steps == (0, 2)
 
 
-def test_prefill_and_decode_are_counted_apart(counters):
-    for phase, expert in ((Phase.PREFILL, 1), (Phase.DECODE, 2)):
-        counters.begin_step(1, phase)
-        counters.count(1, ids([expert]), 0, IdFormat.PLAIN)
-    counts = counters.read()
-    assert counts.counts[1, Phase.PREFILL, ROUTED].tolist() == [0, 1, 0, 0]
-    assert counts.counts[1, Phase.DECODE, ROUTED].tolist() == [0, 0, 1, 0]
-    assert counts.routed()[1].tolist() == [0, 1, 1, 0]
-
-
 def test_padding_rows_masked_ids_and_other_ranks_experts_do_not_count(counters):
     counters.begin_step(2, Phase.DECODE)
     counters.count(0, ids([-1, 4], [5, 7], [6, 6]), 4, IdFormat.PLAIN)
     assert counters.read().counts[0, Phase.DECODE, ROUTED].tolist() == [1, 1, 0, 1]
     counters.count(0, ids([3, 8]), 4, IdFormat.PLAIN)
     assert counters.read().counts[0, Phase.DECODE, ROUTED].sum() == 3
-
-
-def test_dummy_runs_do_not_count(counters):
-    counters.begin_step(0, Phase.DECODE)
-    counters.count(0, ids([0, 1]), 0, IdFormat.PLAIN)
-    counters.count_histogram(0, torch.tensor([1, 2, 3, 4], dtype=torch.int32))
-    counts = counters.read()
-    assert counts.counts.sum() == 0
-    assert counts.steps == (0, 0)
 
 
 def test_packed_ids_lie_in_the_upper_half(counters):
@@ -77,15 +58,3 @@ def test_a_layer_that_reads_nothing_in_place_counts_tokens_and_no_activations(co
     assert counts.counts[:, Phase.PREFILL, ROUTED].tolist() == [[2, 1, 1, 0], [5, 0, 2, 0]]
     assert not counts.activations().any()
     assert counts.steps == (1, 0)
-
-
-def test_a_snapshot_stays_as_it_was_and_differences_add_up(counters):
-    counters.begin_step(1, Phase.DECODE)
-    counters.count(0, ids([1]), 0, IdFormat.PLAIN)
-    first = counters.read()
-    counters.begin_step(1, Phase.DECODE)
-    counters.count(0, ids([2]), 0, IdFormat.PLAIN)
-    new = counters.read().since(first)
-    assert first.counts.sum() == 2
-    assert new.routed()[0].tolist() == [0, 0, 1, 0]
-    assert new.steps == (0, 1)

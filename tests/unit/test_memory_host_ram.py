@@ -151,31 +151,37 @@ def test_hbm_that_the_driver_brings_online_is_no_host_ram(nodes):
     assert nodes_available(nodes.proc, nodes.nodes) == {0: 464 * GIB}
 
 
-def test_the_hbm_of_several_gpus_is_left_out_whatever_its_numbers(nodes):
-    """A GB200 board: two CPUs, four GPUs, and nodes that MIG leaves without memory."""
-    free = {0: node(0, 200), 1: node(1, 210), **{n: node(n, 180) for n in (2, 10, 18, 26)}, 3: node(3, 0)}
-    nodes.write(1130, "0-2,10,18,26", "0-1", free)
-    assert nodes.available() == 410 * GIB
+def on(*gib: float) -> dict[int, str]:
+    """Nodes with so many GiB free."""
+    return {number: node(number, free) for number, free in enumerate(gib)}
+
+
+GB200 = {**on(200, 210, 180, 0), 10: node(10, 180), 18: node(18, 180), 26: node(26, 180)}
+
+
+@pytest.mark.parametrize(
+    ("available", "memory", "cpu", "free", "allowed", "left"),
+    [
+        (1130, "0-2,10,18,26", "0-1", GB200, None, 410),
+        (50, "0-1", "0-3", {0: node(0, 30, file=4), 1: node(1, 30)}, None, 50),
+        (300, "0-1", "0", {0: node(0, 280, file=60), 1: node(1, 90)}, None, 300),
+        (400, "0-1", "0-1", on(150, 250), "1", 250),
+    ],
+    ids=[
+        "several GPUs' HBM, and nodes that MIG leaves without memory",
+        "host RAM alone: the kernel's own estimate",
+        "no more than the kernel says",
+        "nodes that a cpuset forbids",
+    ],
+)
+def test_what_is_available_of_nodes_that_are_host_ram(nodes, available, memory, cpu, free, allowed, left):
+    assert nodes.write(available, memory, cpu, free, allowed).available() == left * GIB
 
 
 @pytest.mark.parametrize(("memory", "cpu", "host"), [("0-2", "0,2", (0, 2)), ("0,2", "0-3", (0, 2)), ("1,5", "1,5", (1, 5))])
 def test_nodes_are_listed_as_ranges_and_numbers(nodes, memory, cpu, host):
     nodes.write(64, memory, cpu, {n: node(n, 10 + n) for n in range(6)})
     assert nodes_available(nodes.proc, nodes.nodes) == {n: (10 + n) * GIB for n in host}
-
-
-def test_on_host_ram_alone_the_kernels_own_estimate_counts(nodes):
-    nodes.write(50, "0-1", "0-3", {0: node(0, 30, file=4), 1: node(1, 30)})
-    assert nodes.available() == 50 * GIB
-
-
-def test_no_more_than_the_kernel_says_is_available(nodes):
-    assert nodes.write(300, "0-1", "0", {0: node(0, 280, file=60), 1: node(1, 90)}).available() == 300 * GIB
-
-
-def test_nodes_that_a_cpuset_forbids_are_not_counted(nodes):
-    nodes.write(400, "0-1", "0-1", {0: node(0, 150), 1: node(1, 250)}, allowed="1")
-    assert nodes.available() == 250 * GIB
 
 
 def test_the_cgroup_limits_what_the_nodes_leave(nodes, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from itertools import count
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 import torch
 from builders import links
 from builders.managers import LAYERS, E, Rank, config, profile_of
+from builders.refusing import Later, RefusingMemory
 
-from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Span
@@ -93,29 +92,22 @@ def test_after_idle_time_no_more_moves_at_once_than_in_a_fiftieth_of_a_second():
 def test_a_fault_stops_moving_and_neither_serving_nor_the_answer_to_peers(caplog):
     """Also where no read can tell any more what has moved."""
 
-    class Failing(EmulatedMemory):
-        armed = False
-
+    class Failing(RefusingMemory):
         def in_vram(self, blocks):
-            if self.armed:
+            if self.refused:
                 raise ManagedMemoryError("look", "blocks", Span(0, 0), "no kernel runs")
             return super().in_vram(blocks)
-
-        def place(self, managed, spans, location):
-            if self.armed and location is Location.DEVICE:
-                raise ManagedMemoryError("place", managed.name, spans[0], "injected")
-            super().place(managed, spans, location)
 
     memory = Failing()
     rank, answers = following(memory), []
     rank.manager.residents.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
-    memory.armed = True
+    memory.refused = Location.DEVICE
     serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
     assert "injected" in rank_status(rank.manager).fault
     assert len([r for r in caplog.records if "moving experts stopped" in r.getMessage()]) == 1
     assert len(answers) == 60
     assert sum(answer is not None for answer in answers) == 1
-    memory.armed = False
+    memory.refused = None
     for layer in rank.model.layers:
         (tensor,) = layer.tensors
         there = memory.in_vram([(tensor.managed, int(at)) for at in tensor.layout.blocks(tensor.resident)])
@@ -143,30 +135,6 @@ def test_decode_steps_that_stream_are_no_evidence_that_experts_are_unused():
     assert seen.counts[0, Phase.DECODE, ACTIVATIONS].tolist() == [0] * 5 + [10] * 3
     assert seen.counts[0, Phase.PREFILL, ROUTED].tolist() == [0] * 5 + [90] * 3
     assert rank.status()["curve"]["decode_steps"] == 10
-
-
-class Later(Executor):
-    """Runs what was submitted when it is told to."""
-
-    def __init__(self):
-        self.tasks = []
-
-    def submit(self, work, /, *args, **kwargs):
-        future = Future()
-
-        def run():
-            try:
-                future.set_result(work(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 -- as a thread's future, it raises it where it is asked
-                future.set_exception(error)
-
-        self.tasks.append(run)
-        return future
-
-    def run(self):
-        for task in self.tasks:
-            task()
-        self.tasks = []
 
 
 class TestDecisionsBesideMoves:
@@ -243,14 +211,10 @@ class TestDecisionsBesideTheSteps:
     def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
         later = Later()
         rank = following(executor=later)
-        asked = []
-        decide = rank.manager.residents.adaptation.decide
-
-        def wanted(counts, resident, max_bytes):
-            asked.append(resident)
-            return decide(counts, resident, max_bytes)
-
-        rank.manager.residents.adaptation.decide = wanted
+        asked, decide = [], rank.manager.residents.adaptation.decide
+        rank.manager.residents.adaptation.decide = lambda counts, resident, most: (
+            asked.append(resident) or decide(counts, resident, most)
+        )
         for _ in range(200):
             serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
             served = rank.manager.residents.next

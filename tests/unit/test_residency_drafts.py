@@ -1,26 +1,15 @@
 """Draft models of which some experts are offloaded: who is resident at load, when others are, and what is told of them."""
 
 import logging
-from concurrent.futures import Future
 
 import pytest
 from builders.managers import Draft, E, Rank, config
+from builders.refusing import Later
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.residency.status import rank_status, residency_table
 
 HOT = [[7, 5]]
-
-
-class Queued:
-    """An executor that has not come to anything yet."""
-
-    def __init__(self):
-        self.waiting = []
-
-    def submit(self, task):
-        self.waiting.append(task)
-        return Future()
 
 
 def serving(**flags):
@@ -107,22 +96,21 @@ def test_other_weights_have_them_chosen_anew():
 
 def test_a_move_under_way_loses_no_vram():
     """Chosen again before the first move has begun to bring what it has demoted room for."""
-    queue = Queued()
+    queue = Later()
     rank = Rank(config(draft_num_resident=2, warmup_tokens=40), executor=queue)
     draft = Draft(rank)
     rank.manager.begin_serving()
     for _ in range(11):
         rank.step([[0, 1, 2]] * 4)
         draft.step(HOT)
-    moves = list(queue.waiting)
+    moves = len(queue.tasks)
     draft.layer.demote(draft.layer.resident_extents() & False)
     for _ in range(3):
         draft.step([[3, 4]])
     rank.step([[0, 1, 2]] * 4)
     rank.manager.readvise()
-    for move in queue.waiting:
-        move()
-    assert len(queue.waiting) > len(moves)
+    assert len(queue.tasks) > moves
+    queue.run()
     assert draft.resident() == [3, 4]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from builders.managers import LAYERS, Rank, config
+from builders.refusing import Later
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
@@ -43,15 +43,11 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_nothing_is_said_while_residents_are_in_vram(caplog):
-    rank = Watched()
-    assert rank.status()["evicted_bytes"] is None
-    assert rank.look() == rank.status()["evicted_bytes"] == 0
-    assert warnings(caplog) == []
-
-
 def test_evicted_residents_are_counted_and_the_log_names_the_cure(caplog):
     rank = Watched()
+    assert rank.status()["evicted_bytes"] is None
+    assert rank.look() == 0
+    assert warnings(caplog) == []
     rank.fill(evict=LAYERS * RESIDENT // 3)
     assert rank.look() == rank.status()["evicted_bytes"] == LAYERS * RESIDENT // 3
     (said,) = warnings(caplog)
@@ -101,19 +97,14 @@ def test_a_few_slow_reads_are_taken_for_chance(caplog):
         assert rank.look() == evicted
 
 
-def test_in_a_large_sample_a_small_share_is_taken_for_chance():
+def test_of_a_large_sample_a_small_share_is_taken_for_chance_and_a_look_ends_once_it_has_found_some_missing():
+    """A read brings each back."""
     layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers  # 1536 blocks
-    for missing, seen in ((7, False), (8, True)):
-        watch = evictions.Evictions(Evicts(layers, missing), 1.0)
+    for missing, evicted in ((7, False), (8, True), (1536, True)):
+        memory = Evicts(layers, missing)
+        watch = evictions.Evictions(memory, 1.0)
         watch.check(layers)
-        assert bool(watch.evicted_bytes) == seen
-
-
-def test_a_look_ends_once_it_has_found_some_missing_because_it_brings_each_back():
-    layers = Rank(config(num_resident=8), expert_bytes=64 * PAGE_BYTES).model.layers
-    memory = Evicts(layers, missing=1536)
-    watch = evictions.Evictions(memory, 1.0)
-    watch.check(layers)
+        assert bool(watch.evicted_bytes) == evicted
     assert watch.evicted_bytes == 1536 * PAGE_BYTES
     assert len(memory.asked) == evictions.FIRST_BLOCKS
 
@@ -157,14 +148,6 @@ def test_a_memory_that_cannot_tell_and_one_that_fails_leave_it_open(caplog):
 
 
 def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
-    class Later:
-        def __init__(self):
-            self.tasks = []
-
-        def submit(self, task, *arguments):
-            self.tasks.append((Future(), task, arguments))
-            return self.tasks[-1][0]
-
     executor = Later()
     rank = Watched(executor=executor)
     rank.manager.poll_if_due()
@@ -174,14 +157,13 @@ def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():
     rank.now += manager.CHECK_SECONDS
     rank.manager.poll_if_due()
     assert len(executor.tasks) == 1  # the first is still under way
-    future, task, arguments = executor.tasks[0]
-    future.set_result(task(*arguments))
+    executor.run()
     rank.manager.poll_if_due()
-    assert len(executor.tasks) == 2
+    assert len(executor.tasks) == 1
     rank.now += manager.CHECK_SECONDS / 2
-    executor.tasks[1][0].set_result(None)
+    executor.run()
     rank.manager.poll_if_due()
-    assert len(executor.tasks) == 2
+    assert executor.tasks == []
 
 
 class Evicts(EmulatedMemory):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import numpy as np
 import pytest
@@ -93,14 +91,6 @@ def test_streamed_bytes_are_in_the_status_of_each_layer_and_in_the_history():
     assert [layer["streamed_bytes"] for layer in status["layers"]] == [0, 5 * PAGE_BYTES, 3 * PAGE_BYTES]
     assert status["history"]["streamed_bytes"] == [0, 5 * PAGE_BYTES, 8 * PAGE_BYTES]
     assert status["history"]["zero_copy_bytes"] == [0, 0, 0]
-
-
-def test_the_history_and_the_curve_are_plain_json():
-    rank = Rank(config(resident_selection="first_n"))
-    rank.step([[0, 7]])
-    status = rank.status()
-    assert json.loads(json.dumps(status)) == status
-    assert status["curve"] is not None
 
 
 def model_of(activations: list[list[int]], *, pages_of=(1,), shared: int = 0, resident=(0,), block=1) -> ModelExperts:

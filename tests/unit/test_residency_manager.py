@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from builders.managers import LAYERS, E, Rank, config, profile_of
+from builders.refusing import RefusingMemory
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
@@ -13,7 +14,7 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import HOST_MARGIN_BYTES
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, MemoryInfo
+from sglang_uvm_offload.memory.protocol import Location, MemoryInfo
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.status import rank_status, residency_table
@@ -123,15 +124,6 @@ class TestProfile:
         assert rank.resident() == [sorted(ids) for ids in self.HOT]
 
 
-def test_all_equal_routing_moves_nothing():
-    rank = Rank(config(warmup_tokens=8))
-    rank.step([[i] for i in range(E)])
-    rank.step([[0]])
-    assert rank.manager.residents.warm
-    assert rank.resident() == [[0, 1, 2]] * LAYERS
-    assert rank.manager.ledger.moves == 0
-
-
 def test_padding_and_dummy_steps_neither_count_nor_warm_up():
     rank = Rank(config(warmup_tokens=4))
     for _ in range(10):
@@ -168,31 +160,11 @@ def test_n_of_all_experts_and_n_of_none_are_served():
         assert rank.resident() == [expected] * LAYERS
 
 
-def test_hit_rate_is_counted_under_the_residency_that_served_it():
-    rank = Rank(config(warmup_tokens=10))
-    rank.step([[0, 7]] * 10)
-    rank.step([[0, 7]] * 10)
-    status = rank.status()
-    assert status["hit_rate"] == pytest.approx((10 + 20) / 40)
-    assert status["zero_copy_bytes"] == LAYERS * PAGE_BYTES, "one activation of expert 7 in each layer before it moved"
-    assert status["moves"] == LAYERS
-
-
-class FailingMemory(EmulatedMemory):
-    fail = False
-    ends_process = False
-
-    def place(self, managed, spans, location):
-        if self.fail and location is Location.DEVICE:
-            raise ManagedMemoryError("place", managed.name, spans[0], "injected", ends_process=self.ends_process)
-        super().place(managed, spans, location)
-
-
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_failed_move_serves_on_and_says_so_unless_a_kernel_failed(caplog, ends):
-    memory = FailingMemory()
+    memory = RefusingMemory()
     rank = Rank(config(warmup_tokens=2), memory)
-    memory.fail, memory.ends_process = True, ends
+    memory.refused, memory.ends_process = Location.DEVICE, ends
     rank.step([[7, 6, 5]] * 2)
     rank.step([[7, 6, 5]])
     rank.step([[7, 6, 5]])

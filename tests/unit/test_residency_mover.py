@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from builders.managers import LAYERS, E, Rank, config
+from builders.refusing import RefusingMemory
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
+from sglang_uvm_offload.memory.protocol import Location
 
 EXPERT_BYTES = 3 << 20
 
@@ -182,25 +183,12 @@ def test_where_moving_has_failed_before_the_experts_stay_and_the_log_says_so(cap
     assert "demote failed" in caplog.text
 
 
-class Refusing(EmulatedMemory):
-    """Refuses to move anything to ``refused`` after so many such moves more."""
-
-    refused = Location.HOST
-    left = 10**9
-
-    def place(self, managed, spans, location):
-        self.left -= location is self.refused
-        if location is self.refused and self.left < 0:
-            raise ManagedMemoryError("cudaMemPrefetchAsync", managed.name, spans[0], "out of memory")
-        super().place(managed, spans, location)
-
-
 @pytest.mark.parametrize("left", [0, 2, 5])
 def test_what_has_left_vram_comes_back_if_the_rest_cannot_leave_it(caplog, left):
     """The experts of three layers, then their slots. Host RAM may fill up meanwhile, by what other ranks move."""
-    rank, held = filled(Refusing(), slots=2)
+    rank, held = filled(RefusingMemory(), slots=2)
     before = in_vram(rank)
-    rank.manager.memory.left = left
+    rank.manager.memory.refused, rank.manager.memory.left = Location.HOST, left
     rank.manager.sleep()
     assert in_vram(rank) == before
     assert "experts stay in VRAM" in caplog.text
@@ -212,9 +200,9 @@ def test_what_has_left_vram_comes_back_if_the_rest_cannot_leave_it(caplog, left)
 
 @pytest.mark.parametrize("refused", Location)
 def test_the_status_shows_a_fault_of_going_and_of_coming(refused):
-    rank, _ = filled(Refusing())
+    rank, _ = filled(RefusingMemory())
     rank.manager.memory.refused = refused
     rank.manager.memory.left = 1
     rank.manager.sleep()
     rank.manager.wake()
-    assert "out of memory" in rank.status()["fault"]
+    assert "injected" in rank.status()["fault"]

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from builders.managers import LAYERS, Rank, config, profile_of
 
-from sglang_uvm_offload.cpu.memory import EmulatedMemory
-from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 
 
@@ -98,34 +96,6 @@ def test_every_rank_moves_to_what_the_first_decides_and_none_where_that_one_has_
     for rank in (leader, follower):
         rank.manager.readvise()
     assert leader.resident() == follower.resident() == [[5, 6, 7] if fault is None else [0, 1, 2]] * LAYERS
-
-
-def test_after_a_fault_nothing_moves_and_the_peers_do_not_wait():
-    class Failing(EmulatedMemory):
-        fails = False
-
-        def place(self, *args, **kwargs):
-            if self.fails:
-                raise ManagedMemoryError("place", "a test", 0, 0, "no")
-            return super().place(*args, **kwargs)
-
-    memory, asked = Failing(), []
-
-    def broadcast(decide):
-        asked.append(1)
-        return decide()
-
-    rank = Rank(config(warmup_tokens=10**6), memory, broadcast_decision=broadcast)
-    memory.fails = True
-    rank.step([[5, 6, 7]])
-    rank.manager.readvise()
-    assert rank.manager.fault is not None
-    memory.fails = False
-    before = rank.resident()
-    rank.step([[3, 4, 5]])
-    rank.manager.readvise()
-    assert rank.resident() == before
-    assert len(asked) == 2
 
 
 def test_residents_that_stay_after_a_fault_stay_at_the_end_of_the_warm_up_too():
