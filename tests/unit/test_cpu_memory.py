@@ -4,7 +4,6 @@ import contextlib
 import gc
 import weakref
 
-import numpy as np
 import pytest
 from simulated_driver import SimulatedDriver
 
@@ -44,15 +43,6 @@ def test_a_page_written_before_it_was_placed_is_populated_on_the_host_and_keeps_
     assert memory.host_used == PAGE_BYTES, "the driver frees no host chunk when its page migrates"
     assert memory.device_used == 2 * PAGE_BYTES
     assert memory.traffic.to_device_bytes == PAGE_BYTES, "an unpopulated page is populated in place, nothing crosses the link"
-
-
-def test_a_page_placed_in_vram_before_it_was_written_never_takes_host_memory():
-    memory = SimulatedDriver()
-    managed = resident(memory, 2 * MIB, "w13")
-    tensor = memory.tensor(managed).fill_(1)
-    memory.notice_writes()
-    assert bool((tensor == 1).all())
-    assert (memory.host_peak, memory.device_used) == (0, 2 * MIB)
 
 
 def test_a_tensor_of_each_step_leaves_nothing_behind():
@@ -118,18 +108,6 @@ def test_an_evicted_page_that_prefers_the_gpu_faults_back_and_one_that_prefers_t
     assert memory.location(prefers_gpu, Span(0, BLOCK_BYTES)) is Location.DEVICE
 
 
-def test_the_spans_before_one_that_has_no_room_have_moved():
-    memory = SimulatedDriver(device_bytes=BLOCK_BYTES)
-    managed = memory.allocate(3 * BLOCK_BYTES, "w13")
-    memory.allocate_plain(BLOCK_BYTES // 2, "KV cache")
-    fits, too_much = Span(0, BLOCK_BYTES // 2), Span(BLOCK_BYTES, 2 * BLOCK_BYTES)
-    with pytest.raises(ManagedMemoryError, match="out of VRAM") as refusal:
-        memory.place(managed, [fits, too_much], Location.DEVICE)
-    assert refusal.value.span == too_much
-    assert memory.location(managed, fits) is Location.DEVICE
-    assert memory.location(managed, too_much) is None
-
-
 def test_emulated_vram_that_is_used_is_what_was_placed_in_it():
     memory = EmulatedMemory()
     managed = memory.allocate(4 * PAGE_BYTES, "w13")
@@ -164,32 +142,3 @@ def test_one_slow_read_breaks_no_promise_and_a_block_that_is_elsewhere_does(wron
     broken = pytest.raises(AssertionError, match="not found there")
     with contextlib.nullcontext() if kept else broken:
         memory_contract.check_bytes_and_addresses_survive_any_moves(Slow())
-
-
-@pytest.mark.slow
-def test_accounts_match_a_page_by_page_count_after_random_work():
-    rng = np.random.default_rng(2)
-    memory = SimulatedDriver(device_bytes=10 * BLOCK_BYTES)
-    ranges = [memory.allocate(3 * BLOCK_BYTES, f"t{i}") for i in range(6)]
-    tensors = [memory.tensor(managed) for managed in ranges]
-    for step in range(300):
-        which = int(rng.integers(6))
-        start, end = sorted(rng.choice(3 * BLOCK_BYTES // PAGE_BYTES + 1, 2, replace=False))
-        span = Span(int(start) * PAGE_BYTES, int(end - start) * PAGE_BYTES)
-        action = int(rng.integers(4))
-        if action == 0:
-            tensors[which][span.offset : span.end] = 1
-        elif action == 1:
-            memory.read(ranges[which], [span])
-        else:
-            memory.place(ranges[which], [span], (Location.DEVICE, Location.HOST)[action - 2])
-        memory.notice_writes()
-        if step % 4:  # looking at every page takes most of the time
-            continue
-        pages = [
-            memory.location(managed, Span(page, PAGE_BYTES))
-            for managed in ranges
-            for page in range(0, managed.nbytes, PAGE_BYTES)
-        ]
-        assert memory.device_resident == pages.count(Location.DEVICE) * PAGE_BYTES <= memory.device_used <= 10 * BLOCK_BYTES
-        assert memory.host_used >= pages.count(Location.HOST) * PAGE_BYTES

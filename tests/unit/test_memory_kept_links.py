@@ -68,3 +68,12 @@ def test_a_rate_that_no_link_has_is_as_none(cache, rate):
     assert "50.0" in file.read_text()
     file.write_text(file.read_text().replace("50.0", rate))
     assert read(GPUS, 1) is None
+
+
+def test_without_any_place_nothing_is_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    assert read(GPUS, 1) is None
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
+        keep(GPUS[:1], 50.0)

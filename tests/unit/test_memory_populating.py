@@ -133,6 +133,8 @@ def test_a_range_that_is_freed_in_the_queue_or_between_pieces_is_populated_no_fu
 def test_what_is_not_populated_yet_counts_unless_it_is_freed() -> None:
     with running() as (driver, populating):
         (a, of_a, spans_a), (b, of_b, spans_b) = made("a", 3), made("b")
+        populating.add(a, weakref.ref(of_a), [])
+        assert populating.nbytes == 0
         populating.add(a, weakref.ref(of_a), spans_a)
         populating.add(b, weakref.ref(of_b), spans_b)
         driver.piece()

@@ -129,6 +129,7 @@ def test_padding_and_dummy_steps_neither_count_nor_warm_up():
     for _ in range(10):
         rank.manager.begin_step(rank.model, 0, 0, Phase.DECODE)
         rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
+        rank.model.counters.count_histogram(0, torch.ones(E, dtype=torch.int32))
         rank.manager.end_step(rank.model)
         rank.model.counters.count(0, torch.full((64, 2), 7), 0, IdFormat.PLAIN)
     assert rank.manager.tokens == 0
