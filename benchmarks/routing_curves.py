@@ -38,7 +38,6 @@ from sglang_uvm_offload.replay.policies import EXPERT_BYTES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
 from sglang_uvm_offload.replay.slot_splits import SlotCache
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
-from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -113,8 +112,8 @@ def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
     continuous = Variant(
         WholeExperts(capacity, np.full(layers, EXPERT_BYTES), np.ones(shape, dtype=bool), floor),  # as ``Adaptation`` makes it
         np.arange(experts)[None, :] < capacity[:, None],
-        INTERVAL_STEPS,
-        DECISION_DELAY_POLLS * INTERVAL_STEPS,
+        1,
+        DECISION_DELAY_POLLS,
     )
     rows = int(capacity[0])
     return {

@@ -16,9 +16,6 @@ from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, PendingCounts, Phase, RoutingCounts
 
-INTERVAL_STEPS = 1
-"""Steps between two polls of the counts. With fewer, residents follow the traffic better
-(benchmarks/results/policy/tunings.md)."""
 MOVE_BYTES_PER_S = 4 << 30
 """The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
 MOVE_SHARE = 0.08
@@ -30,7 +27,8 @@ BURST_SECONDS = 0.02
 
 class Adaptation:
     """The policy over one model's layers, one decision at a time. It runs only on the rank that decides for its peers. A
-    decision submitted at one poll is collected at the next, or at the first poll by which it is ready."""
+    decision submitted at one poll is collected at the next, or at the first poll by which it is ready. Counts are polled before
+    every step: with fewer polls, residents follow the traffic less well (benchmarks/results/policy/tunings.md)."""
 
     def __init__(
         self,

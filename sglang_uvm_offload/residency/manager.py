@@ -12,7 +12,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.link import LinkStatus
 from sglang_uvm_offload.memory.protocol import Memory
-from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
+from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
@@ -187,11 +187,11 @@ class OffloadManager:
 
     def _change_residents(self, tokens: int) -> None:
         """What is due before a step of ``tokens``."""
-        residents, continuous = self.residents, self.config.adapt == "continuous"
+        residents = self.residents
         warmed_up = self.tokens - residents.tokens_at_choice >= self.config.warmup_tokens
         if self.may_change and not residents.warm and warmed_up:
             residents.after_warmup(self.tokens)
-        elif continuous and tokens and self.steps % INTERVAL_STEPS == 0:
+        elif self.config.adapt == "continuous" and tokens:
             residents.adapt(may_move=self.may_change and residents.warm)
         if self.may_change and self._drafts_due_at is not None and self.tokens >= self._drafts_due_at:
             self._choose_for_drafts()

@@ -14,7 +14,6 @@ from sglang_uvm_offload.replay.baselines import Variant
 from sglang_uvm_offload.replay.policies import POLICIES
 from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Managed, Replay, Workload, replay, serve
 from sglang_uvm_offload.replay.whole_experts import WholeExperts
-from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
 from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -75,8 +74,8 @@ def test_a_variant_with_the_shipped_settings_does_as_the_manager_does(skewed):
     managed = serve("it", workload.policy("adaptive", 0.25), workload, 0.25)
     capacity = workload.capacity(0.25)
     policy = WholeExperts(capacity, np.full(3, PAGE_BYTES), np.ones((3, 16), dtype=bool))
-    late = DECISION_DELAY_POLLS * INTERVAL_STEPS
-    variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), INTERVAL_STEPS, late)
+    late = DECISION_DELAY_POLLS
+    variant = Variant(policy, np.broadcast_to(np.arange(16) < 4, (3, 16)), 1, late)
     assert serve("it", variant, workload, 0.25) == managed
     assert managed.moves_per_step > 0
 
@@ -100,7 +99,7 @@ def seeded(history: np.ndarray | None, workload: Workload) -> Replay:
         policy.seed(history.sum(axis=0), len(history), np.zeros((3, 16), dtype=int))
     start = np.broadcast_to(np.arange(16) < 4, (3, 16))
     live = Workload(1, workload.scored[:0], workload.scored[:256])
-    return serve("seeded", Variant(policy, start, INTERVAL_STEPS), live, 0.25)
+    return serve("seeded", Variant(policy, start, 1), live, 0.25)
 
 
 @pytest.mark.slow

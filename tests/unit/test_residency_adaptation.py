@@ -19,7 +19,7 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Spa
 from sglang_uvm_offload.policy.forecast import TUNING
 from sglang_uvm_offload.residency import adaptation, mover
 from sglang_uvm_offload.residency import manager as manager_module
-from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS, Adaptation
+from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase
 
@@ -47,9 +47,9 @@ def serve(rank: Rank, ids, steps: int) -> None:
 
 def test_residents_follow_traffic_that_changes():
     rank = following()
-    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    serve(rank, [[5, 6, 7]], 40)
     assert rank.resident() == [[5, 6, 7]] * LAYERS
-    serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
+    serve(rank, [[1, 2, 3]], 80)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
 
 
@@ -102,7 +102,7 @@ def test_a_fault_stops_moving_and_neither_serving_nor_the_answer_to_peers(caplog
     rank, answers = following(memory), []
     rank.manager.residents.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
     memory.refused = Location.DEVICE
-    serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+    serve(rank, [[5, 6, 7]], 60)
     assert "injected" in rank_status(rank.manager).fault
     assert len([r for r in caplog.records if "moving experts stopped" in r.getMessage()]) == 1
     assert len(answers) == 60
@@ -115,12 +115,12 @@ def test_a_fault_stops_moving_and_neither_serving_nor_the_answer_to_peers(caplog
 
 
 def test_frequency_follows_from_the_warmup_on():
-    rank = Rank(config(adapt="continuous", warmup_tokens=4 * INTERVAL_STEPS), clock=seconds_pass())
-    serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
+    rank = Rank(config(adapt="continuous", warmup_tokens=4), clock=seconds_pass())
+    serve(rank, [[5, 6, 7]], 4)
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     serve(rank, [[5, 6, 7]], 1)
     assert rank.resident() == [[5, 6, 7]] * LAYERS
-    serve(rank, [[1, 2, 3]], 80 * INTERVAL_STEPS)
+    serve(rank, [[1, 2, 3]], 80)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
 
 
@@ -191,7 +191,7 @@ class TestDecisionsBesideTheSteps:
         rank = following(executor=later)
         for _ in range(30):
             before = rank.resident()
-            serve(rank, [[5, 6, 7]], 10 * INTERVAL_STEPS)
+            serve(rank, [[5, 6, 7]], 10)
             assert rank.resident() == before, "a move on the thread that launches steps"
             assert len(later.tasks) == 1 + rank.manager.mover.moving
             later.run()
@@ -199,13 +199,13 @@ class TestDecisionsBesideTheSteps:
 
     def test_an_error_of_a_decision_that_is_dropped_is_shown(self):
         later = Later()
-        rank = Rank(config(adapt="continuous", warmup_tokens=2 * INTERVAL_STEPS), clock=seconds_pass(), executor=later)
+        rank = Rank(config(adapt="continuous", warmup_tokens=2), clock=seconds_pass(), executor=later)
         rank.manager.residents.adaptation.decide = lambda *seen: 1 / 0
-        serve(rank, [[1, 2, 3]], 3 * INTERVAL_STEPS)
+        serve(rank, [[1, 2, 3]], 3)
         assert rank.manager.residents.warm
         assert rank.manager.fault is None
         later.run()
-        serve(rank, [[1, 2, 3]], INTERVAL_STEPS)
+        serve(rank, [[1, 2, 3]], 1)
         assert rank.manager.fault == "choosing residents failed: ZeroDivisionError: division by zero"
 
     def test_the_next_decision_starts_from_what_the_last_one_moves_to(self):
@@ -216,7 +216,7 @@ class TestDecisionsBesideTheSteps:
             asked.append(resident) or decide(counts, resident, most)
         )
         for _ in range(200):
-            serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+            serve(rank, [[5, 6, 7]], 1)
             served = rank.manager.residents.next
             later.run()
             assert (asked[-1] == served).all()
@@ -228,14 +228,14 @@ class TestDecisionsBesideTheSteps:
         answers = []
         rank.manager.residents.broadcast_decision = lambda decide: answers.append(decide()) or answers[-1]
         rank.manager.residents.adaptation.decide = lambda *seen: 1 / 0
-        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        serve(rank, [[5, 6, 7]], 1)
         later.run()
-        serve(rank, [[5, 6, 7]], 20 * INTERVAL_STEPS)
+        serve(rank, [[5, 6, 7]], 20)
         assert answers == [None] * 21
         assert rank.resident() == [[0, 1, 2]] * LAYERS
         assert rank_status(rank.manager).fault == "choosing residents failed: ZeroDivisionError: division by zero"
         assert len([r for r in caplog.records if "adapting stopped" in r.getMessage()]) == 1
-        assert rank_status(rank.manager).routed == 3 * LAYERS * 21 * INTERVAL_STEPS
+        assert rank_status(rank.manager).routed == 3 * LAYERS * 21
 
     @pytest.mark.parametrize("part", ["deciding", "moving", "looking"])
     def test_a_thread_that_exits_ends_neither_serving_nor_goes_unseen(self, part, monkeypatch):
@@ -249,7 +249,7 @@ class TestDecisionsBesideTheSteps:
             monkeypatch.setattr(rank.manager.memory, "in_vram", lambda blocks: sys.exit("gone"))
             rank.manager.check_for_evictions()
         for _ in range(40):
-            serve(rank, [[5, 6, 7]], 4 * INTERVAL_STEPS)
+            serve(rank, [[5, 6, 7]], 4)
             later.run()
         if part == "looking":
             assert rank.manager.evictions._failed
@@ -289,7 +289,7 @@ class TestDecisionsBesideTheSteps:
             assert rank.resident() == [[0, 1, 2]] * LAYERS
         counted, launched = decided[0]
         assert counted == launched, "it was not decided on all steps launched before"
-        serve(rank, [[5, 6, 7]], INTERVAL_STEPS)
+        serve(rank, [[5, 6, 7]], 1)
         assert rank.resident() != [[0, 1, 2]] * LAYERS
 
 
@@ -311,7 +311,7 @@ class TestPrefetch:
     def test_named_experts_stay_and_the_rest_of_n_follows_the_traffic(self):
         rank = following(resident_ids="0,4", num_resident=4)
         assert rank.resident() == [[0, 1, 2, 4]] * LAYERS
-        serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+        serve(rank, [[5, 6, 7]], 60)
         others = [set(ids) - {0, 4} for ids in rank.resident()]
         assert all({0, 4} < set(ids) for ids in rank.resident())
         assert set.union(*others) == {5, 6, 7}
@@ -328,14 +328,14 @@ class TestPrefetch:
     def test_only_speculative_prefetching_learns_what_is_used_together(self, prefetch, directions):
         rank = Rank(config(resident_selection="first_n", prefetch=prefetch), clock=seconds_pass())
         assert rank.manager.residents.adaptation._policy._forecast._tuning.directions == directions
-        serve(rank, [[5, 6, 7]], 60 * INTERVAL_STEPS)
+        serve(rank, [[5, 6, 7]], 60)
         assert rank.resident() == [[5, 6, 7]] * LAYERS
 
 
 def test_residents_follow_the_traffic_over_tensors_that_replaced_others():
     """An update of the weights may leave tensors with other extents."""
     rank = following()
-    serve(rank, [[5, 6, 7]], 40 * INTERVAL_STEPS)
+    serve(rank, [[5, 6, 7]], 40)
     for layer, module in zip(rank.model.layers, rank.modules, strict=True):
         with AllocationMode(E, layer.allocate):
             module.w13 = torch.empty(E, 5 * PAGE_BYTES // 2, dtype=torch.uint8)
@@ -343,7 +343,7 @@ def test_residents_follow_the_traffic_over_tensors_that_replaced_others():
     assert rank.resident() == [[0, 1, 2]] * LAYERS
     budget = sum(layer.resident_bytes for layer in rank.model.layers)
     for ids in ([5, 6, 7], [1, 2, 3]):
-        serve(rank, [ids], 80 * INTERVAL_STEPS)
+        serve(rank, [ids], 80)
         assert all(set(ids) <= set(whole) for whole in rank.resident())
         assert sum(layer.resident_bytes for layer in rank.model.layers) <= budget
     assert rank.manager.fault is None

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from builders.managers import LAYERS, Rank, config, profile_of
 
-from sglang_uvm_offload.residency.adaptation import INTERVAL_STEPS
-
 
 def warm(**flags) -> Rank:
     """One step after a warm-up that has seen experts 5, 6 and 7."""
@@ -123,22 +121,22 @@ def test_while_paused_the_warm_up_waits():
 def test_while_paused_continuous_adaptation_counts_and_moves_nothing(steps_before):
     """Not even what was decided before: however far the next decision is."""
     rank = following()
-    serve(rank, [5, 6, 7], steps_before * INTERVAL_STEPS)
+    serve(rank, [5, 6, 7], steps_before)
     rank.manager.pause()
     before, moves = rank.resident(), rank.manager.ledger.moves
-    serve(rank, [5, 6, 7], 40 * INTERVAL_STEPS)
+    serve(rank, [5, 6, 7], 40)
     assert rank.resident() == before
     assert rank.manager.ledger.moves == moves
-    assert rank.status()["tokens"] == (steps_before + 40) * INTERVAL_STEPS
+    assert rank.status()["tokens"] == steps_before + 40
     rank.manager.resume()
-    serve(rank, [5, 6, 7], 4 * INTERVAL_STEPS)
+    serve(rank, [5, 6, 7], 4)
     assert rank.resident() == [[5, 6, 7]] * LAYERS
 
 
 def test_an_operators_choice_is_not_undone_by_what_was_decided_before_it():
     """All traffic so far is for 1, 2 and 3; the forecast, which follows the last steps, has just decided for 5, 6 and 7."""
     rank = following()
-    serve(rank, [1, 2, 3], 100 * INTERVAL_STEPS)
+    serve(rank, [1, 2, 3], 100)
     assert rank.resident() == [[1, 2, 3]] * LAYERS
     while rank.manager.residents.adaptation._next.result() is None:
         rank.step([[5, 6, 7]])
