@@ -65,9 +65,7 @@ def _several_nodes(system: Path) -> bool:
 
 
 def _of_driver(handle: object) -> int:
-    attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID", None)  # not in early CUDA 12
-    if attribute is None:
-        return -1
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
     try:
         return int(call_driver(driver.cuDeviceGetAttribute, attribute, handle))
     except DriverError:
