@@ -598,15 +598,3 @@ def test_what_cannot_be_counted_is_refused(standin):
     for word, said in zip([*words, "invalid argument", "invalid argument"], ran.said, strict=True):
         assert word in said
     assert "uvm_count_routing_kernel" not in {call.get("kernel") for call in ran.calls}
-
-
-def test_a_failing_launch_is_named(standin):
-    ran = standin.run(
-        COUNTERS
-        + """
-    control, counts = fresh(8)
-    print(json.dumps(refused(lambda: ops.set_control(control, 1, 0))))
-    """,
-        fail="cudaLaunchKernel:1:1",
-    )
-    assert "uvm_set_control failed: cudaErrorInvalidValue" in ran.said

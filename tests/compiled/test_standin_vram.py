@@ -52,20 +52,6 @@ print(json.dumps([before, there()]))
     assert moved[0]["nbytes"] == taken << 21
 
 
-def test_a_read_does_not_renew_a_block_and_a_prefetch_does(standin):
-    said, _ = run(
-        standin,
-        """
-put(a, 0, DEVICE)
-memory.in_vram([(b, 0)])
-one = plain(1)
-runtime.cudaFree(one)
-print(json.dumps(there()))
-""",
-    )
-    assert said == [True, False, True, True]
-
-
 def test_a_read_of_an_evicted_block_brings_it_back_and_takes_another_one(standin):
     said, moved = run(
         standin,

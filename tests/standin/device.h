@@ -20,7 +20,7 @@ int standin_attribute(int attribute);
 /* How many GPUs there are: STANDIN_GPUS, or one; none where CUDA_VISIBLE_DEVICES is empty. They are alike and share one
  * memory. */
 int standin_gpus(void);
-/* The calling thread's GPU, which decides only what of STANDIN_TAKEN is missing from the free VRAM. */
+/* The calling thread's GPU. */
 int standin_current_gpu(void);
 void standin_use_gpu(int gpu);
 /* Whether this process has a context on any GPU: once it has chosen one or taken memory. */

@@ -20,7 +20,6 @@
 
 #include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 enum { PAGE = 64 << 10, BLOCK = 2 << 20, BLOCK_PAGES = BLOCK / PAGE };
@@ -152,17 +151,6 @@ void standin_prefer(const void* start, size_t nbytes, enum place place) {
     pthread_mutex_unlock(&lock);
 }
 
-/* What others hold of the VRAM of the calling thread's GPU: its place in the list STANDIN_TAKEN, none behind its end.
- */
-static size_t taken(void) {
-    const char* list = getenv("STANDIN_TAKEN");
-    for (int i = 0; list && i < standin_current_gpu(); i++) {
-        list = strchr(list, ',');
-        if (list) list++;
-    }
-    return list ? strtoull(list, NULL, 10) : 0;
-}
-
 /* Changes where pages [first, end) are; the VRAM is there. */
 static void put(struct range* range, size_t first, size_t end, enum place place) {
     for (size_t i = first; i < end; i++) {
@@ -190,7 +178,7 @@ static bool in_vram(const struct range* range, size_t block) {
 static bool make_room(size_t nbytes, const struct range* of, size_t kept) {
     size_t total = standin_setting("STANDIN_VRAM", 16LL << 30), evicted = 0;
     bool fits;
-    while (!(fits = device_bytes + taken() + nbytes <= total)) {
+    while (!(fits = device_bytes + nbytes <= total)) {
         struct range* oldest = NULL;
         size_t chosen = 0;
         for (struct range* range = ranges; range; range = range->next) {
@@ -310,7 +298,7 @@ EXPORT size_t standin_managed_bytes(void) { return managed_bytes; }
 void standin_vram(size_t* free_bytes, size_t* total_bytes) {
     size_t total = standin_setting("STANDIN_VRAM", 16LL << 30);
     pthread_mutex_lock(&lock);
-    size_t used = device_bytes + taken();
+    size_t used = device_bytes;
     pthread_mutex_unlock(&lock);
     *total_bytes = total;
     *free_bytes = used < total ? total - used : 0;

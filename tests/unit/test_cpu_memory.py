@@ -117,16 +117,6 @@ def test_emulated_vram_that_is_used_is_what_was_placed_in_it():
     assert info.device_total - info.device_free == 2 * PAGE_BYTES
 
 
-def test_a_block_that_a_read_moves_breaks_the_promise_of_where_it_is():
-    memory = SimulatedDriver()
-    managed = memory.allocate(4 * PAGE_BYTES, "w13")
-    memory.place(managed, whole(managed), Location.HOST)
-    memory_contract.expect_location(memory, managed, whole(managed), Location.HOST)
-    memory.prefer(managed, [Span(PAGE_BYTES, PAGE_BYTES)], Location.DEVICE)
-    with pytest.raises(AssertionError, match=rf"not found there \[{PAGE_BYTES}\]"):
-        memory_contract.expect_location(memory, managed, whole(managed), Location.HOST)
-
-
 @pytest.mark.parametrize(("wrong", "kept"), [(1, True), (memory_contract.READS, False)])
 def test_one_slow_read_breaks_no_promise_and_a_block_that_is_elsewhere_does(wrong, kept):
     class Slow(EmulatedMemory):
