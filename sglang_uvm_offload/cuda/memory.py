@@ -20,7 +20,7 @@ import torch
 
 from sglang_uvm_offload.cuda.device import device_problems
 from sglang_uvm_offload.cuda.numa import nearest_host_node
-from sglang_uvm_offload.cuda.ops import CudaOps, device_ops
+from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import HOST_LEFT_BYTES, host_available
@@ -63,11 +63,11 @@ class CudaMemory:
     device_type = "cuda"
     block_bytes = BLOCK_BYTES
 
-    def __init__(self, device: int = 0, ops: CudaOps | None = None):
+    def __init__(self, device: int = 0):
         if problems := device_problems(device):
             raise RuntimeError("this machine cannot keep experts in unified memory: " + "; ".join(problems))
         self.device = device
-        self._ops = ops or device_ops(device)
+        self._ops = device_ops(device)
         self._process = os.getpid()
         self._live: dict[int, _Live] = {}
         self._bases: dict[int, int] = {}

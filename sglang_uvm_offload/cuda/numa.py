@@ -24,26 +24,25 @@ from sglang_uvm_offload.units import size
 SYSTEM, PROC = Path("/sys"), Path("/proc")
 
 
-def nearest_host_node(device: int, system: Path | None = None) -> int | None:
+def nearest_host_node(device: int) -> int | None:
     """The node that is closest to the GPU: the driver's answer, else that of its PCI device. None on a machine with one node,
     and where nobody knows."""
-    system = system or SYSTEM
-    if not _several_nodes(system):
+    if not _several_nodes():
         return None
     try:
         start_driver()
         handle = call_driver(driver.cuDeviceGet, device)
-        return next((node for node in (_of_driver(handle), _of_pci_device(handle, system)) if node >= 0), None)
+        return next((node for node in (_of_driver(handle), _of_pci_device(handle)) if node >= 0), None)
     except DriverError:
         return None
 
 
-def crowded(offloaded: Mapping[int, int], system: Path | None = None) -> list[str]:
+def crowded(offloaded: Mapping[int, int]) -> list[str]:
     """A line for each node that has no room for all that is ``offloaded`` to it: bytes by GPU."""
-    available = nodes_available(PROC, (system or SYSTEM) / "devices/system/node")
+    available = nodes_available(PROC, SYSTEM / "devices/system/node")
     gpus: dict[int, list[int]] = defaultdict(list)
     for gpu in offloaded:
-        node = nearest_host_node(gpu, system)
+        node = nearest_host_node(gpu)
         if node is not None and available:
             gpus[node].append(gpu)
     needed = {node: sum(offloaded[gpu] for gpu in of) for node, of in gpus.items()}
@@ -56,9 +55,9 @@ def crowded(offloaded: Mapping[int, int], system: Path | None = None) -> list[st
     ]
 
 
-def _several_nodes(system: Path) -> bool:
+def _several_nodes() -> bool:
     try:
-        online = (system / "devices/system/node/online").read_text().strip()
+        online = (SYSTEM / "devices/system/node/online").read_text().strip()
     except OSError:
         return False
     return not online.isdecimal() and bool(online)  # such as 0-1, where one node is 0
@@ -72,8 +71,8 @@ def _of_driver(handle: object) -> int:
         return -1
 
 
-def _of_pci_device(handle: object, system: Path) -> int:
+def _of_pci_device(handle: object) -> int:
     try:
-        return int((system / "bus/pci/devices" / bus_id(handle) / "numa_node").read_text())
+        return int((SYSTEM / "bus/pci/devices" / bus_id(handle) / "numa_node").read_text())
     except (OSError, ValueError):
         return -1

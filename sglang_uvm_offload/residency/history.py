@@ -68,13 +68,12 @@ class Past(Struct, frozen=True):
 
 
 class History:
-    """At most ``max_samples`` samples of a ledger since its start. When they are full, every second one is dropped and the
+    """At most ``MAX_SAMPLES`` samples of a ledger since its start. When they are full, every second one is dropped and the
     interval doubles. Samples are totals, so only resolution is lost."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float], max_samples: int = MAX_SAMPLES):
+    def __init__(self, ledger: Ledger, clock: Callable[[], float]):
         self._ledger = ledger
         self._clock = clock
-        self._max_samples = max_samples
         self._interval = FIRST_INTERVAL_SECONDS
         self._started = clock()
         self._samples = [self._now(0)]
@@ -83,7 +82,7 @@ class History:
         """Sample the ledger if the last sample is an interval old. Update the ledger first; ``tokens`` is the total so far."""
         if self._clock() - self._started < self._samples[-1]["seconds"] + self._interval:
             return
-        if len(self._samples) >= self._max_samples:
+        if len(self._samples) >= MAX_SAMPLES:
             self._samples = self._samples[::2]
             self._interval *= 2
         self._samples.append(self._now(tokens))

@@ -11,7 +11,8 @@ from builders.managers import LAYERS, Rank, config, placed_layer
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.residency.history import History, Past, hit_rate_curve
+from sglang_uvm_offload.residency import history
+from sglang_uvm_offload.residency.history import Past, hit_rate_curve
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, RoutingCounts
 
@@ -23,11 +24,9 @@ class Clock:
         return self.now
 
 
-def rank_at(clock: Clock, max_samples: int = 240, **flags) -> Rank:
+def rank_at(clock: Clock) -> Rank:
     """A rank whose history goes by ``clock``."""
-    rank = Rank(config(resident_selection="first_n", **flags), clock=clock)
-    rank.manager.history = History(rank.manager.ledger, clock, max_samples)
-    return rank
+    return Rank(config(resident_selection="first_n"), clock=clock)
 
 
 def columns(rank: Rank) -> dict[str, list[float]]:
@@ -41,19 +40,20 @@ def test_samples_are_taken_between_steps_at_most_once_an_interval():
         clock.now += 0.1
         rank.step([[0, 7]])
         rank.manager.poll_if_due()
-    history = columns(rank)
-    assert history["seconds"][0] == 0
-    assert 4 <= len(history["seconds"]) <= 6, "not about one a second"
-    assert history["seconds"][-1] == pytest.approx(4.0)
-    assert history["steps"][-1] == history["tokens"][-1] == 40
-    assert history["routed"][-1] == 2 * 40 * LAYERS
-    assert history["routed_resident"][-1] == 40 * LAYERS
-    assert history["zero_copy_bytes"][-1] == 40 * LAYERS * PAGE_BYTES
+    past = columns(rank)
+    assert past["seconds"][0] == 0
+    assert 4 <= len(past["seconds"]) <= 6, "not about one a second"
+    assert past["seconds"][-1] == pytest.approx(4.0)
+    assert past["steps"][-1] == past["tokens"][-1] == 40
+    assert past["routed"][-1] == 2 * 40 * LAYERS
+    assert past["routed_resident"][-1] == 40 * LAYERS
+    assert past["zero_copy_bytes"][-1] == 40 * LAYERS * PAGE_BYTES
 
 
-def test_a_history_stays_bounded_and_covers_the_whole_run():
+def test_a_history_stays_bounded_and_covers_the_whole_run(monkeypatch):
+    monkeypatch.setattr(history, "MAX_SAMPLES", 16)
     clock = Clock()
-    rank = rank_at(clock, max_samples=16)
+    rank = rank_at(clock)
     for _ in range(1000):
         clock.now += 1
         rank.step([[7]])
