@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,22 +90,12 @@ def test_each_row_of_a_step_is_copied_once(count, steps):
         assert buffers.copied == rows
 
 
-def test_with_two_buffers_the_next_row_is_copied_while_one_is_read():
-    buffers = Buffers(2)
+@pytest.mark.parametrize(("count", "while_read"), [(2, [0, 1]), (1, [0])])
+def test_the_next_row_is_copied_while_one_is_read_or_with_one_buffer_as_soon_as_it_is_left(count, while_read):
+    buffers = Buffers(count)
     buffer = buffers.enter(0, 1)
     assert buffer is not None
-    assert buffers.copied == [0, 1]
-    buffers.leave(buffer, 1)
-    assert buffers.copied == [0, 1]
-    buffers.enter(1, 2)
-    assert buffers.copied == [0, 1, 2]
-
-
-def test_with_one_buffer_the_next_row_is_copied_as_soon_as_one_is_read():
-    buffers = Buffers(1)
-    buffer = buffers.enter(0, 1)
-    assert buffer is not None
-    assert buffers.copied == [0]
+    assert buffers.copied == while_read
     buffers.leave(buffer, 1)
     assert buffers.copied == [0, 1]
 
