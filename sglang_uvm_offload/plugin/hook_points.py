@@ -35,6 +35,7 @@ HOOKED = {
     "sglang.srt.managers.scheduler.Scheduler.__init__": "self",
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": "self",
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": "self",
+    "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info": "self",
     "sglang.srt.managers.scheduler.Scheduler.set_internal_state": "self, recv_req",
     "sglang.srt.managers.scheduler.Scheduler.process_batch_result": "self",
     "sglang.srt.managers.scheduler.Scheduler.on_idle": "self",

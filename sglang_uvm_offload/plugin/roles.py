@@ -41,8 +41,8 @@ def watch_in_children() -> None:
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
-    """Install the hooks of a scheduler that must offload, and add the HTTP routes in the launcher. Other processes get no hooks
-    and pay nothing. Hooks are installed once, however often SGLang publishes arguments."""
+    """Install the hooks of a scheduler that must offload, and of what starts several, and add the HTTP routes in the launcher.
+    Other processes get no hooks and pay nothing. Hooks are installed once, however often SGLang publishes arguments."""
     config = config_of(server_args)
     if config is None:
         return
@@ -57,6 +57,12 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
 
         _installed.add(role)
         end_of_serving.install(hooks.add)
+        HookRegistry.apply_hooks()
+    if role == "dp_controller":
+        from sglang_uvm_offload.plugin.operate import replicas
+
+        _installed.add(role)
+        replicas.install(hooks.add)
         HookRegistry.apply_hooks()
     if role == "scheduler":
         from sglang.srt.runtime_context import get_exec, get_lora

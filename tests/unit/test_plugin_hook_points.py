@@ -20,7 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import enforce, hook_points, roles, server_args, since, weight_writes
-from sglang_uvm_offload.plugin.operate import end_of_serving
+from sglang_uvm_offload.plugin.operate import end_of_serving, replicas
 from sglang_uvm_offload.plugin.rank import scheduler_hooks
 
 pytestmark = pytest.mark.sglang
@@ -62,7 +62,8 @@ def test_every_function_that_is_hooked_is_listed():
         }
         config = served_config(num_resident="1", **every, tma=tma)
         scheduler_hooks.install(config, lambda target, hook, kind: targets.add(target))
-    end_of_serving.install(lambda target, hook, kind: targets.add(target))
+    for others in (end_of_serving, replicas):
+        others.install(lambda target, hook, kind: targets.add(target))
     assert targets | {roles._PUBLISH} == {*hook_points.HOOKED, *weight_writes.WRITERS}
 
 

@@ -1,0 +1,26 @@
+"""Hook on SGLang's data-parallel controller, of whose schedulers' reports only some words reach ``/server_info``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_uvm_offload.flags import PREFIX
+
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+
+
+def install(add: Callable[[str, Any, HookType], None]) -> None:
+    add(f"{_CONTROLLER}.get_init_info", after_init_info, HookType.AFTER)
+
+
+def after_init_info(result: dict[str, Any], controller: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """What the ranks have decided too. Replicas may differ, as each decides for itself: then all their values."""
+    found: dict[str, set[str]] = {}
+    for info in controller._scheduler_init_infos:
+        for name, value in info.items():
+            if name.startswith(PREFIX):
+                found.setdefault(name, set()).add(value)
+    return result | {name: ", ".join(sorted(values, key=lambda value: (len(value), value))) for name, values in found.items()}
