@@ -46,6 +46,7 @@ def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
         "STANDIN_LOG": str(log),
         "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, whatever is installed
         "LIBRARY_PATH": str(out),
+        "SGLANG_NCCL_SO_PATH": str(out / "libcuda.so.1"),
         "SGLANG_JIT_CACHE_DIR": str(compiled / "sglang"),
         "SGLANG_DG_CACHE_DIR": str(compiled / "deep_gemm"),
         "TRITON_CACHE_DIR": str(compiled / "triton"),
@@ -75,7 +76,7 @@ def build(out: Path) -> Path:
     run("gcc", "-c", "-O0", "-fPIC", "-w", "-fno-builtin", str(out / "rest.c"), "-o", str(objects[-1]))
     library = out / "libcuda.so.1"
     run("gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(library), *map(str, objects), "-ldl", "-lpthread")
-    for name in ("libcuda.so", "libcudart.so", "libnvidia-ml.so.1"):
+    for name in ("libcuda.so", "libcudart.so", "libnccl.so", "libnvidia-ml.so.1"):
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(library.name)
     # Its references to the CUDA runtime are left open: the stand-in, loaded first, answers them.

@@ -1,6 +1,7 @@
 """Answers prompts, one after the other, with a real SGLang engine: ``python engine.py JOB.json``, in the environment of
-``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts``, ``max_new_tokens`` and ``result``, and
-may name what else is asked with each prompt (``beside``), and whether memory is given up between two (``sleeps``)."""
+``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts`` (texts, or ids of tokens),
+``max_new_tokens`` and ``result``, and may name what else is asked with each prompt (``beside``), and whether memory is given
+up between two (``sleeps``)."""
 
 from __future__ import annotations
 
@@ -16,28 +17,37 @@ from typing import Any
 
 
 def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Run the job in a process of its own, end all it started, and return ``answers`` and ``server_info``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Run the job in a process of its own, one for each node, end all they started, and return ``answers`` and
+    ``server_info``. ``folder`` then has the log, and ``node1`` in it that of the second node."""
     from scripts.harness.server import gathered  # not in the process that serves
 
     job = job | {"engine": gathered(job["engine"]), "result": str(folder / "result.json")}
+    engine, log = job["engine"], folder / "log.txt"
+    others = range(1, engine.get("nnodes", 1))
+    started = [start(job | {"engine": engine | {"node_rank": rank}}, folder / f"node{rank}", environment) for rank in others]
+    process = start(job, folder, environment)
+    try:
+        code = process.wait(seconds)
+    finally:
+        for each in [process, *started]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+    assert code == 0, "the engine's log ends:\n" + log.read_text(errors="replace")[-5000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def start(job: dict[str, Any], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
     with (folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, __file__, str(folder / "job.json")],
             stdout=log,
             stderr=log,
             env=os.environ | environment,
             start_new_session=True,
         )
-        try:
-            code = process.wait(seconds)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert code == 0, "the engine's log ends:\n" + (folder / "log.txt").read_text(errors="replace")[-5000:]
-    return json.loads((folder / "result.json").read_text())
 
 
 def main() -> None:
@@ -57,7 +67,8 @@ def main() -> None:
                 time.sleep(0.1)
             engine.release_memory_occupation()
             engine.resume_memory_occupation()
-        answers += engine.generate([prompt], sampling, **job.get("beside", {}))
+        asked = {"prompt": [prompt]} if isinstance(prompt, str) else {"input_ids": [prompt]}
+        answers += engine.generate(sampling_params=sampling, **asked, **job.get("beside", {}))
     info = engine.get_server_info()
     engine.shutdown()
     Path(job["result"]).write_text(json.dumps({"answers": answers, "server_info": info}, default=str))

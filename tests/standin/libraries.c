@@ -3,6 +3,7 @@
 #include "device.h"
 #include "standin.h"
 
+#include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,6 +77,8 @@ EXPORT int ncclGetUniqueId(void* id) {
 
 EXPORT int ncclCommInitRank(void** communicator) { return new_handle(communicator); }
 EXPORT int ncclCommInitRankConfig(void** communicator) { return new_handle(communicator); }
+EXPORT int ncclMemAlloc(void** address, size_t nbytes) { return cudaMalloc(address, nbytes); }
+EXPORT int ncclMemFree(void* address) { return cudaFree(address); }
 EXPORT const char* ncclGetErrorString(int error) { return "no error"; }
 EXPORT const char* ncclGetLastError(void* communicator) { return ""; }
 

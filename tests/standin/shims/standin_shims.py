@@ -25,10 +25,18 @@ def install() -> None:
         first, *of_long = map(int, given.split(","))
         route_to(first, *of_long)
         align_to(first, *of_long)
+        gather_by_nccl()
         keep_the_first()
         sample_one_token()
         plan_on_the_host()
         add_up_on_the_host()
+
+
+def gather_by_nccl() -> None:
+    """As between GPUs that cannot store to each other: no stand-in maps another's memory, and its rank would wait for that."""
+    from sglang.srt.distributed.device_communicators.triton_symm_mem_ag import MultimemAllGatherer
+
+    MultimemAllGatherer._build = lambda self, logits: None
 
 
 def plan_on_the_host() -> None:

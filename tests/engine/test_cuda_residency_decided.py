@@ -5,86 +5,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from builders.adapters import adapter
-from builders.plugins import saboteur
 from builders.rooms import VRAM, fraction
 from checkpoints import Checkpoints
-from standin.build import sglang_environment
+from standin.auto import ONE, N, Served, environment_of_ranks, serve
 from standin.engine import run_engine
 from standin.run import Standin
-from standin.serving import GPU, serve_and_log
+from standin.serving import GPU
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
-N = "--expert-offload-num-resident"
 MIB = 1 << 20
 EXPERTS, LAYERS = 16, 3
 CACHE_TOKENS = GPU["max_total_tokens"]
-FIRST = 9
-"""Every token picks the experts from this one on."""
-ONE: dict[str, Any] = {
-    **{"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 1, "max_running_requests": 1},
-    **{"expert_offload_headroom_gb": 0.0, "expert_offload_stream_tokens": "inf", "expert_offload_adapt": "off"},
-    "expert_offload_resident_selection": "first_n",
-    "expert_offload_slots": 0,
-}
-"""Serves one request at once, and residents stay where they are at first."""
 NEXTN: dict[str, Any] = {
     **{"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1},
     "speculative_num_draft_tokens": 3,
 }
-
-WITHOUT_NCCL = """
-from sglang.srt.distributed.device_communicators import pynccl
-class Absent:
-    available, disabled = False, True
-    def __init__(self, *args, **kwargs):
-        pass
-pynccl.PyNcclCommunicator = Absent
-"""
-"""It links CUDA's runtime into itself, which no stand-in replaces. Ranks agree by gloo."""
-
-
-class Served(NamedTuple):
-    result: dict[str, Any]
-
-    @property
-    def log(self) -> str:
-        return self.result["log"]
-
-    @property
-    def number(self) -> str:
-        return self.result["server_info"]["expert_offload_num_resident"]
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return self.result["server_info"]["internal_states"][0]["expert_offload"]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        return [answer["output_ids"] for answer in self.result["answers"]]
-
-    def first_number(self) -> int:
-        """What ``auto`` began with."""
-        (found,) = re.findall(rf"{N} auto: (\d+) of \d+ experts a layer fit in VRAM: ", self.log)
-        return int(found)
-
-    def corrected(self) -> list[tuple[int, int]]:
-        """Each correction: the residents after it, and before."""
-        found = re.findall(r"Expert offload: (\d+) experts a layer are resident, not (\d+): so many fit now", self.log)
-        return [(int(after), int(before)) for after, before in found]
-
-
-def serve(standin: Standin, checkpoint: Path, folder: Path, number: object, **more: Any) -> Served:
-    engine = {"model_path": str(checkpoint), **GPU, **ONE, "expert_offload_num_resident": number, **more}
-    job = {"engine": engine, "prompts": ["hello world"], "max_new_tokens": 8}
-    result, calls = serve_and_log(job, FIRST, standin.library, folder)
-    assert [call for call in calls if call["result"] != 0] == []
-    return Served(result)
 
 
 def test_a_number_that_fits_on_no_rank_ends_the_start_before_a_weight_is_read(
@@ -95,9 +36,7 @@ def test_a_number_that_fits_on_no_rank_ends_the_start_before_a_weight_is_read(
     engine = {"model_path": str(checkpoints("qwen3_moe", expert_size=512)), **GPU, **ONE, "tp_size": 2}
     engine |= {"disable_custom_all_reduce": True, "expert_offload_num_resident": 12, "mem_fraction_static": 1e-3}
     folder = tmp_path / "run"
-    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", standin.library.parent / "caches")
-    path = saboteur(tmp_path, WITHOUT_NCCL)["PYTHONPATH"].partition(":")[0]
-    env |= {"STANDIN_GPUS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{path}:{env['PYTHONPATH']}"}
+    env = environment_of_ranks(standin, folder)
     with pytest.raises(AssertionError, match="the engine's log ends"):
         run_engine({"engine": engine, "prompts": [], "max_new_tokens": 1}, folder, env, seconds=patience(900))
     log = (folder / "log.txt").read_text()
