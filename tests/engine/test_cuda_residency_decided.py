@@ -83,6 +83,8 @@ def test_residents_that_auto_chose_serve_as_the_given_ones_do(drafting: dict[str
     assert {name: given.state[name] for name in same} == {name: auto.state[name] for name in same}
 
 
+@pytest.mark.works("Launch", "--enable-lora, auto")
+@pytest.mark.works("Parallel", "--ep-num-redundant-experts, auto")
 def test_auto_counts_the_buffers_of_adapters_and_the_places_of_replicas(
     tmp_path: Path, checkpoints: Checkpoints, standin: Standin
 ) -> None:
