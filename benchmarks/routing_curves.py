@@ -33,11 +33,10 @@ import numpy as np
 
 from sglang_uvm_offload.plan.speed import distinct
 from sglang_uvm_offload.policy.ranking import top
-from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy, Variant
-from sglang_uvm_offload.replay.policies import EXPERT_BYTES
-from sglang_uvm_offload.replay.simulator import DECISION_DELAY_POLLS, Workload
+from sglang_uvm_offload.replay.baselines import Fixed, ReplayPolicy
+from sglang_uvm_offload.replay.policies import SHIPPED
+from sglang_uvm_offload.replay.simulator import Workload
 from sglang_uvm_offload.replay.slot_splits import SlotCache
-from sglang_uvm_offload.replay.whole_experts import WholeExperts
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.trace import Trace
 
@@ -106,19 +105,10 @@ def with_slots(activated: np.ndarray, rows: int) -> SlotCache:
 
 
 def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
-    shape, capacity = workload.shape, workload.capacity(residency)
-    layers, experts = shape
-    floor = max(1, int(capacity.min()) // 4)
-    continuous = Variant(
-        WholeExperts(capacity, np.full(layers, EXPERT_BYTES), np.ones(shape, dtype=bool), floor),  # as ``Adaptation`` makes it
-        np.arange(experts)[None, :] < capacity[:, None],
-        1,
-        DECISION_DELAY_POLLS,
-    )
-    rows = int(capacity[0])
+    rows = int(workload.capacity(residency)[0])
     return {
         "warmup": Fixed(most_used(workload.warmup, rows)),
-        "continuous": continuous,
+        "continuous": workload.policy(SHIPPED, residency),
         "slots": with_slots(workload.warmup, rows),
     }
 

@@ -11,21 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
 
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED
+from sglang_uvm_offload.replay.results import DraftReads, Replay, Scope, Split
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
 from sglang_uvm_offload.routing.profile_file import add_slot_share
 from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
-
-if TYPE_CHECKING:
-    from sglang_uvm_offload.replay.draft_steps import DraftReads
-    from sglang_uvm_offload.replay.scope import Scope
-    from sglang_uvm_offload.replay.simulator import Replay
-    from sglang_uvm_offload.replay.slot_splits import Split
 
 MAX_BATCH = 4096
 """More requests than a server runs at once. Each one takes memory in every step of the replay, idle or not."""
@@ -143,7 +139,7 @@ def _accepted(text: str) -> list[float]:
 
 
 def _scope(args: argparse.Namespace, trace: Trace) -> Scope:
-    from sglang_uvm_offload.replay.scope import scope
+    from sglang_uvm_offload.replay.simulator import scope
 
     expert_bytes = None if args.expert_mib is None else int(args.expert_mib * 2**20)
     return scope(trace, args.residency, args.batch, args.warmup_fraction, args.link_gbps, expert_bytes)
@@ -212,8 +208,7 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
 
 
 def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Split | DraftReads]) -> str:
-    content = {"trace": str(args.trace), "scored": scored.as_json(), name: [result.as_json() for result in results]}
-    return json.dumps(content, indent=1)
+    return json.dumps({"trace": str(args.trace), "scored": scored, name: results}, indent=1, default=asdict)
 
 
 def problems(args: argparse.Namespace) -> list[str]:

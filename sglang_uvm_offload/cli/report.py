@@ -18,7 +18,7 @@ import msgspec
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import reading
-from sglang_uvm_offload.report.report_file import REPORT_FILE
+from sglang_uvm_offload.report.html import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 
 MAX_BYTES = 64 << 20

@@ -4,7 +4,7 @@ Counts are ``[layers, experts]``, residency is ``bool[extents]`` (``policy/exten
 ranks with the same counts make the same decision.
 
 The policy minimises bytes over the link. Each decode step that activates an offloaded expert reads it once, and moving bytes
-into VRAM costs ``move_cost`` reads of them. So a promotion must save more reads than it costs.
+into VRAM costs one read of them. So a promotion must save more reads than it costs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,10 @@ class AdaptivePolicy:
     over the time in which an average expert is activated ``horizon_activations`` times.
     """
 
-    def __init__(self, budget: Budget, candidate: np.ndarray, move_cost: float = 1.0, tuning: Tuning = TUNING):
-        """``candidate`` ``bool[layers, experts]``: the experts to forecast, without always-resident ones and padding.
-        ``move_cost``: the cost of promoting one byte and demoting another, in reads of a byte. Raises ``ValueError`` for
-        arguments that do not match."""
-        if candidate.shape != budget.extents.shape or not move_cost > 0:
-            raise ValueError(f"candidate {candidate.shape} must be {budget.extents.shape}, and move_cost above 0")
+    def __init__(self, budget: Budget, candidate: np.ndarray, tuning: Tuning = TUNING):
+        """``candidate`` ``bool[layers, experts]``: the experts to forecast, without always-resident ones and padding."""
         self.budget = budget
-        self._candidate = candidate.copy()
-        self._threshold = tuning.hysteresis * move_cost
+        self._threshold = tuning.hysteresis
         self._forecast = Forecast(candidate, tuning)
 
     def seed(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray) -> None:
@@ -55,8 +50,6 @@ class AdaptivePolicy:
     def observe(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
         """Take the counts since the last call: the ``activations`` of each expert in ``steps`` decode steps, and the prefill
         tokens routed to it. Without either, nothing changes: idle time does not decay the counts."""
-        if activations.shape != self._candidate.shape:
-            raise ValueError(f"activations {activations.shape} are not {self._candidate.shape}")
         if prefill_routed is not None and prefill_routed.any():
             self._forecast.hint(prefill_routed)
         if steps > 0:

@@ -32,14 +32,6 @@ class Extents:
         object.__setattr__(self, "_first_part", np.searchsorted(self.part_extent, np.arange(len(self.layer))))
         object.__setattr__(self, "_weight", (self.part_bytes / self.nbytes[self.part_extent]).astype(np.float32))
 
-    @classmethod
-    def whole(cls, shape: tuple[int, int], expert_bytes: np.ndarray) -> Extents:
-        """One extent per expert; ``expert_bytes`` is int ``[layers]``."""
-        layers, width = shape
-        experts = np.arange(layers * width)
-        nbytes = np.repeat(np.asarray(expert_bytes, dtype=np.int64), width)
-        return cls(shape, experts // width, nbytes, experts, experts, nbytes)
-
     def __len__(self) -> int:
         return len(self.layer)
 
@@ -85,19 +77,3 @@ class Budget:
     movable: np.ndarray
     nbytes: int
     floor: np.ndarray
-
-    @classmethod
-    def of_experts(cls, capacity: np.ndarray, expert_bytes: np.ndarray, candidate: np.ndarray, floor: int = 1) -> Budget:
-        """The budget for whole experts: ``capacity`` int ``[layers]`` residents per layer, of which each layer keeps at least
-        ``floor``. ``expert_bytes`` int ``[layers]``. ``candidate`` ``bool[layers, experts]``: those to choose from. Raises
-        ``ValueError`` for arguments that do not match."""
-        layers = candidate.shape[:1]
-        if candidate.ndim != 2 or capacity.shape != layers or expert_bytes.shape != layers:
-            raise ValueError(
-                f"capacity {capacity.shape}, expert_bytes {expert_bytes.shape} and candidate {candidate.shape} do not match"
-            )
-        if (capacity < 0).any() or (expert_bytes <= 0).any() or floor < 0:
-            raise ValueError("capacity and floor must be at least 0, expert_bytes above 0")
-        capacity = np.minimum(capacity, candidate.sum(axis=1))
-        extents = Extents.whole(candidate.shape, expert_bytes)
-        return cls(extents, candidate.ravel().copy(), int(capacity @ expert_bytes), np.minimum(floor, capacity) * expert_bytes)

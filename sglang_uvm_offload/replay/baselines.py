@@ -7,7 +7,6 @@ VRAM once, and keep the experts of the step as far as there is room.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +14,6 @@ from typing import Protocol
 import numpy as np
 
 from sglang_uvm_offload.policy.ranking import top
-from sglang_uvm_offload.replay.whole_experts import WholeExperts
 
 NEVER = np.iinfo(np.int32).max
 
@@ -112,31 +110,6 @@ class Belady:
 
     def _soonest(self, now: int, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
         return top(-self._next_use[now].astype(float), self._capacity, resident, candidate)
-
-
-class Variant:
-    """An adaptive policy without the manager. Every ``interval`` steps it decides on counts that are ``late`` steps old, as the
-    manager does. A step takes about half of the manager's time, and other intervals need no change of the manager; a test
-    holds both to the same results. ``resident``: the initial residents."""
-
-    def __init__(self, policy: WholeExperts, resident: np.ndarray, interval: int, late: int = 0):
-        self.resident = resident
-        self._policy, self._interval, self._late = policy, interval, late
-        self._now = 0
-        self._unseen: deque[np.ndarray] = deque()
-
-    def step(self, activated: np.ndarray) -> Served:
-        before = self.resident
-        if self._now % self._interval == 0 and (new := len(self._unseen) - self._late) > 0:
-            counts = np.zeros(activated.shape, dtype=np.int64)
-            for _ in range(new):
-                counts += self._unseen.popleft()
-            self._policy.observe(counts, new)
-            moves = self._policy.decide(before)
-            self.resident = (before | moves.promote) & ~moves.demote
-        self._now += 1
-        self._unseen.append(activated)
-        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
 
 
 NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")

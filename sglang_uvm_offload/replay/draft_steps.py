@@ -6,33 +6,15 @@ A rejected draft token is another one than the trace has next, and nobody record
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 import numpy as np
 
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS
+from sglang_uvm_offload.replay.results import DraftReads
 from sglang_uvm_offload.replay.simulator import Managed
 from sglang_uvm_offload.routing.trace import Trace
-
-
-@dataclass(frozen=True)
-class DraftReads:
-    """Of steps with so many draft tokens, on average over steps that begin at each scored token."""
-
-    drafts: int
-    kept_per_step: float
-    """Tokens, one of them the target's own."""
-    read_bytes_per_step: float
-    read_bytes_per_token: float
-    """For each kept one."""
-    token_seconds: float
-    """The time of its share of a step: on the link, and of what a step takes beside."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def draft_reads(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,36 +23,13 @@ from sglang_uvm_offload.policy.ranking import top
 from sglang_uvm_offload.replay import baselines
 from sglang_uvm_offload.replay.baselines import ReplayPolicy, Served
 from sglang_uvm_offload.replay.policies import EXPERT_BYTES, LINK_GBPS, SHIPPED, SLOTS
-from sglang_uvm_offload.replay.slot_splits import SHARES, SlotCache, Split
+from sglang_uvm_offload.replay.results import Replay, Scope, Split
+from sglang_uvm_offload.replay.slot_splits import SHARES, SlotCache
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import IdFormat, Phase
 from sglang_uvm_offload.routing.trace import Trace
-
-DECISION_DELAY_POLLS = 1
-"""Polls between counting and effect: a decision on the steps before one poll takes effect at the next."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One policy's result over the scored steps. ``hit_rate``: the share of activations that VRAM served, 0 without any. Bytes
-    and seconds are those of the link: reads plus moves."""
-
-    policy: str
-    residency: float
-    batch: int
-    hit_rate: float
-    moves_per_step: float
-    read_bytes_per_step: float
-    moved_bytes_per_step: float
-    step_seconds: float
-    per_layer_hit_rate: list[float]
-    hit_rate_over_time: list[float]
-    """Hit rate of each of up to 100 equal spans of the scored steps."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -183,6 +160,28 @@ class _Idle:
         return self._now
 
 
+def scope(
+    trace: Trace, residency: float, batch: int, warmup_fraction: float, link_gbps: float | None, expert_bytes: int | None
+) -> Scope:
+    """Of ``replay`` with these arguments; None for what is not known, and assumed. Raises ``ValueError`` as it does."""
+    workload, parts = Workload.of(trace, batch, warmup_fraction), trace.split(warmup_fraction)
+    return Scope(
+        requests=len(parts[1]),
+        steps=len(workload.scored),
+        warmup_requests=len(parts[0]),
+        warmup_steps=len(workload.warmup),
+        layers=workload.shape[0],
+        num_experts=workload.shape[1],
+        num_resident=int(workload.capacity(residency)[0]),
+        residency=residency,
+        batch=batch,
+        link_gbps=LINK_GBPS if link_gbps is None else link_gbps,
+        link_assumed=link_gbps is None,
+        expert_bytes=EXPERT_BYTES if expert_bytes is None else expert_bytes,
+        expert_bytes_assumed=expert_bytes is None,
+    )
+
+
 def replay(
     trace: Trace,
     policy: str,
@@ -194,7 +193,6 @@ def replay(
 ) -> Replay:
     """Serve ``trace`` with ``residency`` (0..1) of each layer's experts resident, ``batch`` requests at once, over a link of
     ``link_gbps`` 10^9 bytes a second. Raises ``ValueError`` for what cannot be replayed."""
-    _check(residency, link_gbps)
     workload = Workload.of(trace, batch, warmup_fraction)
     return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
 
@@ -209,7 +207,6 @@ def slot_splits(
 ) -> list[Split]:
     """``replay`` for each split of the VRAM of ``residency`` between slots and residents, which are the most activated experts
     of the warm-up."""
-    _check(residency, link_gbps)
     workload = Workload.of(trace, batch, warmup_fraction)
     rows = int(workload.capacity(residency)[0])
     return [_split(workload, residency, share, rows, link_gbps, expert_bytes) for share in SHARES]
@@ -230,13 +227,6 @@ def _split(workload: Workload, residency: float, share: float, rows: int, link_g
         filled_bytes_per_step=served.moved_bytes_per_step,
         step_seconds=served.step_seconds,
     )
-
-
-def _check(residency: float, link_gbps: float) -> None:
-    if not 0 <= residency <= 1:
-        raise ValueError(f"the residency must be 0..1, not {residency}")
-    if not link_gbps > 0:
-        raise ValueError(f"the link's bandwidth must be above 0 GB/s, not {link_gbps}")
 
 
 def serve(

@@ -6,13 +6,12 @@ A miss crosses the link once, whether it is read in place or fills a slot. Array
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE, SlotPolicy
 from sglang_uvm_offload.replay.baselines import Served
+from sglang_uvm_offload.replay.results import Split
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of VRAM in slots that a sweep tries."""
@@ -38,24 +37,6 @@ class SlotCache:
         for layer, expert, _ in resolved.fills:
             filled[layer, expert] = True
         return Served(hit, activated & ~hit & ~filled, filled)
-
-
-@dataclass(frozen=True)
-class Split:
-    """The result of one split of each layer's VRAM over the scored steps. Seconds are link time: reads plus fills."""
-
-    slot_share: float
-    """The share of VRAM in slots that was asked for; ``residents`` and ``slots`` are whole experts."""
-    residents: int
-    slots: int
-    hit_rate: float
-    fills_per_step: float
-    read_bytes_per_step: float
-    filled_bytes_per_step: float
-    step_seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def best_split(splits: Sequence[Split]) -> Split:

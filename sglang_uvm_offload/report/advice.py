@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.replay.policies import AHEAD, OFFERED
-from sglang_uvm_offload.report.source import Result, ServerInfo, budget, pooled, recent_hit_rate
+from sglang_uvm_offload.replay.results import Replay
+from sglang_uvm_offload.report.source import ServerInfo, budget, pooled, recent_hit_rate
 from sglang_uvm_offload.report.units import percent, points
 from sglang_uvm_offload.residency.history import Curve
 from sglang_uvm_offload.residency.status import RankStatus
@@ -14,6 +15,8 @@ from sglang_uvm_offload.units import size
 
 FEW_STEPS = 256
 """With fewer decode steps, the best set in hindsight means nothing."""
+HIGH, LOW = 0.9, 0.6
+"""Hit rates are called high from ``HIGH`` on, and low below ``LOW``."""
 NEAR, FAR = 0.03, 0.10
 """Residents are well chosen up to NEAR below the best fixed set, and badly chosen beyond FAR."""
 WORTH, SAME = 0.05, 0.01
@@ -24,7 +27,7 @@ MANY_MOVES = 0.25
 
 
 def advice(info: ServerInfo) -> list[str]:
-    """Advice from the numbers, the most urgent first."""
+    """The verdict, which is the most urgent thing to know, and what else there is to say."""
     ranks = info.ranks
     lines = [
         f"Moving experts stopped ({name}): {rank.fault}. Outputs are not affected, but residents no longer change: fix the "
@@ -41,13 +44,16 @@ def advice(info: ServerInfo) -> list[str]:
     ]
     if not any(rank.offloaded_experts for rank in ranks):
         return [*lines, "Every expert is in VRAM: offloading does nothing here, and plain SGLang is simpler."]
+    routed = sum(rank.routed for rank in ranks)
+    if not routed:
+        return [*lines, "No routing was counted yet, or the MoE runner shows none: send requests, and report again."]
+    early = f"Hit rate {percent(sum(rank.history.routed_resident[-1] for rank in ranks) / routed)} so far; too early to judge"
     if not all(rank.warmup_done for rank in ranks):
-        return [*lines, "The warm-up is not over: residents are still the initial ones. Report again after the warm-up."]
+        return [*lines, f"{early}: the warm-up is not over, and residents are still the initial ones. Send more requests."]
     curve = info.curve
-    if curve is None:
-        return [*lines, "No decode step was counted yet (or the MoE runner shows no routing), so residents cannot be judged."]
-    if curve.decode_steps < FEW_STEPS:
-        return [*lines, few_steps(curve.decode_steps)]
+    steps = 0 if curve is None else curve.decode_steps
+    if curve is None or steps < FEW_STEPS:
+        return [*lines, f"{early}: of {FEW_STEPS} decode steps {FEW_STEPS - steps} are missing. Send more requests."]
     return [
         *lines,
         _how_well_chosen(info, curve),
@@ -57,35 +63,34 @@ def advice(info: ServerInfo) -> list[str]:
     ]
 
 
-def few_steps(decode_steps: int) -> str:
-    """How many steps are missing."""
-    return (
-        f"Only {decode_steps} decode steps were counted, too few to judge residents: it takes {FEW_STEPS}. Report again after "
-        f"{FEW_STEPS - decode_steps} more."
-    )
-
-
 def _how_well_chosen(info: ServerInfo, curve: Curve) -> str:
     """Judges by the better of two hit rates: the current residents' over all steps, and the recent one."""
-    ranks, best = info.ranks, curve.at(budget(info.ranks), pooled(info.ranks))
-    reached = max(curve.present, recent_hit_rate(ranks) or 0.0)
+    ranks, now = info.ranks, budget(info.ranks)
+    best, reached = curve.at(now, pooled(ranks)), max(curve.present, recent_hit_rate(ranks) or 0.0)
+    level = "high" if reached >= HIGH else "low" if reached < LOW else "fair"
+    verdict = f"Hit rate {percent(reached)} in decode steps: {level}"
+    held = f"{now:.4g} of {curve.residents[-1]} experts a layer"
     gap = best - reached
-    compared = (
-        f"their hit rate in decode steps is {percent(reached)}, and the best fixed set of this size, in hindsight, reaches "
-        f"{percent(best)}"
+    if gap > NEAR:
+        return (
+            f"{verdict}, and {points(gap)} below the best fixed set of as many residents, {percent(best)} in hindsight. "
+            f"{_remedy(info) if gap > FAR else ''}"
+        ).strip()
+    if level == "high":
+        return f"{verdict}, and about the best that {held} in VRAM can reach ({percent(best)}). Nothing needs to be done."
+    return (
+        f"{verdict}, because {held} are in VRAM, and the best choice of so many reaches {percent(best)}. Only more experts in "
+        "VRAM raise it: a larger --expert-offload-num-resident, or --expert-offload-slots."
     )
-    if gap <= NEAR:
-        return f"Residents are well chosen: {compared}."
-    if gap <= FAR:
-        return f"Residents are {points(gap)} below the best: {compared}."
-    if all(rank.adapt == "continuous" for rank in ranks):
-        remedy = "The traffic changes too fast for moves to pay off; a larger budget helps more."
-    elif info.internal_states[0].expert_offload_resident_selection != "frequency" or ranks[0].adapt == "off":
-        remedy = "They do not follow the traffic; with --expert-offload-adapt continuous they would."
-    else:
-        warmup = flag_name("warmup_tokens")
-        remedy = f"--expert-offload-adapt continuous, or a longer warm-up ({warmup}), would choose better."
-    return f"Residents are {points(gap)} below the best: {compared}. {remedy}"
+
+
+def _remedy(info: ServerInfo) -> str:
+    """For badly chosen residents."""
+    if all(rank.adapt == "continuous" for rank in info.ranks):
+        return "The traffic changes too fast for moves to pay off; a larger budget helps more."
+    if info.internal_states[0].expert_offload_resident_selection != "frequency" or info.ranks[0].adapt == "off":
+        return "They do not follow the traffic; with --expert-offload-adapt continuous they would."
+    return f"--expert-offload-adapt continuous, or a longer warm-up ({flag_name('warmup_tokens')}), would choose better."
 
 
 def _other_budgets(info: ServerInfo, curve: Curve) -> list[str]:
@@ -134,7 +139,7 @@ def _many_moves(ranks: Sequence[RankStatus]) -> list[str]:
     return [f"Moves are {share} of the bytes that were moved or read in place in the latest half of the time. {remedy}"]
 
 
-def replay_advice(results: Sequence[Result]) -> list[str]:
+def replay_advice(results: Sequence[Replay]) -> list[str]:
     """Advice from a replay's numbers."""
     offered = [result for result in results if result.policy in OFFERED]
     if not offered:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from xml.etree.ElementTree import Element, tostring
 
-from sglang_uvm_offload.report.report_file import DOCTYPE, GENERATOR
+from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import reading
+
+GENERATOR = "sglang-uvm-offload"
+DOCTYPE = "<!doctype html>"
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 900px; margin: 2em auto; padding: 0 1em }
@@ -51,6 +56,16 @@ def document(title: str, *body: Element) -> str:
     return DOCTYPE + "\n" + tostring(html, encoding="unicode", method="html") + "\n"
 
 
+def is_report(path: Path) -> bool:
+    """Whether the file begins as this program's reports do: the head names the generator."""
+    with reading.open_regular(path) as file:
+        head = file.read(512)
+    return head.startswith(DOCTYPE.encode()) and f'<meta name="generator" content="{GENERATOR}">'.encode() in head
+
+
+REPORT_FILE = atomic_file.Kind("report", is_report)
+
+
 def section(title: str, *body: Element) -> Element:
     return element("section", element("h2", title), *body)
 
@@ -58,6 +73,10 @@ def section(title: str, *body: Element) -> Element:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
     body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     return element("table", element("tr", *(element("th", cell) for cell in head)), *body)
+
+
+def items(lines: Sequence[str]) -> Element:
+    return element("ul", *(element("li", line) for line in lines), class_="advice")
 
 
 def written() -> str:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from sglang_uvm_offload.replay.policies import AHEAD
+from sglang_uvm_offload.replay.results import Replay, Scope
 from sglang_uvm_offload.report.advice import replay_advice
 from sglang_uvm_offload.report.charts import Line, bar_chart, line_chart, picture
-from sglang_uvm_offload.report.html import document, element, facts, section, table, written
-from sglang_uvm_offload.report.source import ReplayResults, Result, Scored
+from sglang_uvm_offload.report.html import document, facts, items, section, table, written
+from sglang_uvm_offload.report.source import ReplayResults
 from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, percent, percents
 from sglang_uvm_offload.units import size
 
@@ -28,7 +29,7 @@ def replay_report(replay: ReplayResults, source: str) -> str:
     return document(
         "Residency policies over a routing trace",
         facts([("source", source), ("written", written()), ("trace", replay.trace), *_scored(replay.scored)]),
-        section("Advice", element("ul", *(element("li", line) for line in replay_advice(results)), class_="advice")),
+        section("Advice", items(replay_advice(results))),
         section("Results", table(head, [_row(result) for result in results])),
         section("Hit rate over time", picture(_spans_chart(results))),
         section("Hit rate of each layer", picture(_layers_chart(results))),
@@ -57,7 +58,7 @@ def replay_report(replay: ReplayResults, source: str) -> str:
     )
 
 
-def _scored(scored: Scored | None) -> list[tuple[str, str]]:
+def _scored(scored: Scope | None) -> list[tuple[str, str]]:
     if scored is None:
         return []
     link, expert = (", assumed" if assumed else "" for assumed in (scored.link_assumed, scored.expert_bytes_assumed))
@@ -69,7 +70,7 @@ def _scored(scored: Scored | None) -> list[tuple[str, str]]:
     ]
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Replay) -> list[str]:
     return [
         result.policy,
         percent(result.residency),
@@ -82,7 +83,7 @@ def _row(result: Result) -> list[str]:
     ]
 
 
-def _spans_chart(results: Sequence[Result]) -> Figure:
+def _spans_chart(results: Sequence[Replay]) -> Figure:
     lines = []
     for result in results:
         spans = result.hit_rate_over_time
@@ -91,7 +92,7 @@ def _spans_chart(results: Sequence[Result]) -> Figure:
     return line_chart("Hit rate over time", Axis("% of the scored steps", 0, 100), PERCENT, lines)
 
 
-def _layers_chart(results: Sequence[Result]) -> Figure:
+def _layers_chart(results: Sequence[Replay]) -> Figure:
     last = max(len(result.per_layer_hit_rate) for result in results) - 1
     few = last < FEW_LAYERS
     layers = Axis("MoE layer", -0.5, last + 0.5, whole=True) if few else axis_to("MoE layer", last, whole=True)

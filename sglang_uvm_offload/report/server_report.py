@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from sglang_uvm_offload.replay.policies import LINK_GBPS
 from sglang_uvm_offload.report.advice import advice
 from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import document, element, facts, section, table, written
+from sglang_uvm_offload.report.html import document, element, facts, items, section, table, written
 from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
-from sglang_uvm_offload.report.summary import summary
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
 from sglang_uvm_offload.residency.history import Curve, ProfileVerdict
 from sglang_uvm_offload.residency.status import (
@@ -38,11 +37,12 @@ def server_report(info: ServerInfo, source: str) -> str:
     """The report on a server; ``info`` has at least one rank."""
     ranks, names = info.ranks, info.rank_names
     drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
+    verdict, *more = advice(info)
     return document(
         "Where experts were served from",
-        element("p", summary(info), class_="verdict"),
+        element("p", verdict, class_="verdict"),
         _facts(info, source),
-        section("Advice", element("ul", *(element("li", line) for line in advice(info)), class_="advice")),
+        *([section("Advice", items(more))] if more else []),
         section(
             "Totals",
             table(

@@ -7,12 +7,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from sglang_uvm_offload.replay.results import Replay, Scope
 from sglang_uvm_offload.residency.history import Curve, combined
-from sglang_uvm_offload.residency.status import MAX_EXPERTS, MAX_LAYERS, Experts, RankStatus
-from sglang_uvm_offload.units import Count, Share
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, Experts, RankStatus
 
 MAX_RANKS = 1 << 10
-Amount = Annotated[float, Meta(ge=0, le=1e30)]
 
 
 class State(Struct, frozen=True):
@@ -54,40 +53,12 @@ class ServerInfo(Struct, frozen=True):
         return combined([rank.curve for rank in self.ranks if rank.curve is not None])
 
 
-class Result(Struct, frozen=True):
-    """``simulator.Replay``."""
-
-    policy: str
-    residency: Share
-    batch: Count
-    hit_rate: Share
-    moves_per_step: Amount
-    read_bytes_per_step: Amount
-    moved_bytes_per_step: Amount
-    step_seconds: Amount
-    per_layer_hit_rate: Annotated[list[Share], Meta(max_length=MAX_LAYERS)]
-    hit_rate_over_time: Annotated[list[Share], Meta(max_length=1000)]
-
-
-class Scored(Struct, frozen=True):
-    """The part of ``scope.Scope`` that a report shows."""
-
-    requests: Count
-    steps: Count
-    warmup_requests: Count
-    warmup_steps: Count
-    link_gbps: Amount
-    link_assumed: bool
-    expert_bytes: Count
-    expert_bytes_assumed: bool
-
-
 class ReplayResults(Struct, frozen=True):
     """What ``replay --json`` prints."""
 
     trace: str
-    results: Annotated[list[Result], Meta(min_length=1, max_length=100)]
-    scored: Scored | None = None
+    results: Annotated[list[Replay], Meta(min_length=1, max_length=100)]
+    scored: Scope | None = None
     """None in what earlier versions printed."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.safetensors_header import read_folder, read_header
-from sglang_uvm_offload.report.report_file import is_report
+from sglang_uvm_offload.report.html import is_report
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.resident_ids import ResidentIds
 from sglang_uvm_offload.routing.merged_profile import load_for
