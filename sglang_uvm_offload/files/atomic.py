@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from sglang_uvm_offload.files import reading
+from sglang_uvm_offload.files import lock, reading
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _open_temporary(target: Path) -> tuple[Path, IO[bytes]]:
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(_RANDOM_BYTES)}")
         file = open(temporary, "xb")  # noqa: SIM115 -- the caller closes it
-        _lock(file)
+        lock.taken(file.fileno(), 0)
         if os.path.exists(temporary):  # nobody removed it between its creation and the lock
             return temporary, file
         file.close()
@@ -113,17 +112,8 @@ def _remove_abandoned(target: Path) -> None:
     with contextlib.suppress(OSError):  # the folder may be unreadable
         for path in [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]:
             with contextlib.suppress(OSError), reading.open_regular(path) as file:  # another writer may remove it first
-                if _lock(file):
+                if lock.taken(file.fileno(), 0):
                     os.unlink(path)
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Whether this process has the lock now; without waiting."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _followed(path: Path) -> Path:

@@ -31,7 +31,7 @@ def cache_root() -> Path:
     return next(root for root, _ in _roots())
 
 
-def private_folder(name: str = "") -> Path:
+def private_folder(name: str) -> Path:
     """The folder ``name``, made if it is missing: below ``XDG_CACHE_HOME`` or ``~/.cache``, or, where others could write or
     this user cannot, in the folder of temporary files. A folder that only root can write to is used if it holds something.
     Raises ``OSError`` with all reasons if no place will do."""

@@ -1,4 +1,4 @@
-"""A lock between processes that saves work: whoever does not get it goes on without."""
+"""Locks of files and folders between the processes of a machine, which nobody waits for without end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def held(path: Path, seconds: float) -> Iterator[bool]:
     process. The file is made if it is missing, never truncated, and no link is followed."""
     handle = _opened(path)
     try:
-        yield handle is not None and _locked(handle, seconds)
+        yield handle is not None and taken(handle, seconds) is True
     finally:
         if handle is not None:
             os.close(handle)
@@ -37,7 +37,9 @@ def _opened(path: Path) -> int | None:
     return None
 
 
-def _locked(handle: int, seconds: float) -> bool:
+def taken(handle: int, seconds: float) -> bool | None:
+    """Whether this process now has the lock of the open file or folder: False if another one kept it for ``seconds``, None on a
+    file system, or in a sandbox, without locks."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -47,5 +49,5 @@ def _locked(handle: int, seconds: float) -> bool:
             if time.monotonic() >= end:
                 return False
             time.sleep(_POLL_SECONDS)
-        except OSError:  # ENOSYS, ENOLCK: no locks here
-            return False
+        except OSError:  # ENOSYS, ENOLCK
+            return None

@@ -8,20 +8,22 @@ may come from anywhere, so it is untrusted input and checked.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 
 from sglang_uvm_offload.expert_location import ExpertLocation, by_place
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
+from sglang_uvm_offload.units import Share
 
 FORMAT = "sglang-uvm-offload profile"
 VERSION = 1
@@ -37,8 +39,34 @@ HISTORY_STEPS = 1 << 16
 """The largest weight of older runs, in steps of each phase, so that the profile follows the traffic."""
 
 
+_Steps = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Steps = tuple[int, int]
 """Prefill and decode steps."""
+
+
+class _Mark(Struct):
+    """What each version of a profile's JSON has."""
+
+    format: Any = None
+    version: Any = None
+    layout: Any = None
+
+
+class _About(_Mark, kw_only=True, omit_defaults=True):
+    """The JSON of a profile. Older files have no field that has a default here."""
+
+    run: str
+    name: str
+    architecture: str
+    moe_layers: list[Annotated[int, Meta(ge=0)]]
+    num_experts: Annotated[int, Meta(ge=0)]
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    ranks: Annotated[dict[str, tuple[_Steps, _Steps]], Meta(max_length=MAX_RANKS)] = {}
+    slot_shares: Annotated[list[tuple[Share, Share]], Meta(max_length=MAX_SLOT_SHARES)] = []
+    began_at: Annotated[float, Meta(ge=0, lt=MAX_COUNT)] = 0.0
+
+
+_Decoded = TypeVar("_Decoded", _Mark, _About)
 
 
 class ProfileError(ValueError):
@@ -109,22 +137,25 @@ class Profile:
             about, counts, steps, *history = npz.read(path, limits, optional={"history": MAX_BYTES})
         except npz.NpzError as error:
             raise ProfileError(str(error)) from error
-        content = _json(about)
-        model, run = _model_of(content)
+        told = _about(about)
+        model = RoutedModel(told.name, told.architecture, tuple(told.moe_layers), told.num_experts, told.top_k)
         seen = _checked(model, counts, steps)
         before = None if not history else _checked(model, history[0], steps).counts
-        return cls(model, seen, run, _ranks(content), _slot_shares(content), _began_at(content), before)
+        return cls(model, seen, told.run, told.ranks, dict(told.slot_shares), told.began_at, before)
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a binary file; use it with ``atomic_file.replace``."""
-        about = {"format": FORMAT, "version": VERSION, "layout": LAYOUT, "run": self.run, **dataclasses.asdict(self.model)}
-        if self.ranks:
-            about["ranks"] = dict(self.ranks)
-        if self.slot_shares:
-            about["slot_shares"] = sorted(self.slot_shares.items())
-        if self.began_at:
-            about["began_at"] = self.began_at
-        encoded = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+        about = _About(
+            format=FORMAT,
+            version=VERSION,
+            layout=LAYOUT,
+            run=self.run,
+            **dataclasses.asdict(self.model),
+            ranks=dict(self.ranks),
+            slot_shares=sorted(self.slot_shares.items()),
+            began_at=self.began_at,
+        )
+        encoded = np.frombuffer(msgspec.json.encode(about), dtype=np.uint8)
         arrays: dict[str, Any] = {} if self.history is None else {"history": self.history}
         np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64), **arrays)
 
@@ -176,85 +207,34 @@ def is_profile(path: Path) -> bool:
     """Whether the file is a profile, of any version and of any model."""
     try:
         (about,) = npz.read(path, {"about": MAX_ABOUT_BYTES})
-        _marked(about)
+        return _decoded(about, _Mark).format == FORMAT
     except (npz.NpzError, ProfileError):
         return False
-    return True
 
 
 PROFILE_FILE = atomic_file.Kind("routing profile", is_profile)
 
 
-def _marked(about: np.ndarray) -> dict[str, Any]:
-    try:
-        out = json.loads(about.astype(np.uint8).tobytes().decode())
-    except (ValueError, RecursionError) as error:  # also not UTF-8, or a number of thousands of digits
-        raise ProfileError(f"about is not JSON: {error}") from error
-    if not isinstance(out, dict) or out.get("format") != FORMAT:
+def _about(about: np.ndarray) -> _About:
+    mark = _decoded(about, _Mark)
+    if mark.format != FORMAT:
         raise ProfileError(f"is no {FORMAT}")
-    return out
-
-
-def _json(about: np.ndarray) -> dict[str, Any]:
-    out = _marked(about)
-    if out.get("version") != VERSION:
-        raise ProfileError(f"has version {out.get('version')!r} of the format, and this program reads {VERSION}")
-    if out.get("layout") != LAYOUT:
-        raise ProfileError(f"counts {out.get('layout')!r}, and this SGLang has {LAYOUT!r}")
-    return out
-
-
-def _model_of(about: dict[str, Any]) -> tuple[RoutedModel, str]:
-    layers, run = about.get("moe_layers"), about.get("run")
-    whole = [about.get("num_experts"), *(layers if isinstance(layers, list) else [None])]
-    if about.get("top_k") is not None:
-        whole.append(about["top_k"])
-    texts = [about.get("name"), about.get("architecture"), run]
-    if not all(type(value) is int and value >= 0 for value in whole) or not all(isinstance(text, str) for text in texts):
-        raise ProfileError("does not name its model")
-    assert isinstance(layers, list)
-    for name in texts[:2]:
-        if not str(name).isprintable():  # untrusted text that goes to terminals and logs
+    if mark.version != VERSION:
+        raise ProfileError(f"has version {mark.version!r} of the format, and this program reads {VERSION}")
+    if mark.layout != LAYOUT:
+        raise ProfileError(f"counts {mark.layout!r}, and this SGLang has {LAYOUT!r}")
+    found = _decoded(about, _About)
+    for name in (found.name, found.architecture):
+        if not name.isprintable():  # untrusted text that goes to terminals and logs
             raise ProfileError(f"is of {name!a}, which cannot be printed")
-    return (
-        RoutedModel(str(about["name"]), str(about["architecture"]), tuple(layers), about["num_experts"], about.get("top_k")),
-        str(run),
-    )
+    return found
 
 
-def _slot_shares(about: dict[str, Any]) -> dict[float, float]:
-    """Older files have none."""
-    pairs = about.get("slot_shares", [])
-    if not isinstance(pairs, list) or len(pairs) > MAX_SLOT_SHARES:
-        raise ProfileError(f"slot_shares must be a list of at most {MAX_SLOT_SHARES}")
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_share, pair)) for pair in pairs):
-        raise ProfileError("slot_shares must be pairs of a residency and a share of it, both from 0 to 1")
-    return {float(residency): float(share) for residency, share in pairs}
-
-
-def _began_at(about: dict[str, Any]) -> float:
-    """Older files do not say."""
-    found = about.get("began_at", 0.0)
-    if type(found) not in (int, float) or not 0 <= found < MAX_COUNT:
-        raise ProfileError(f"began_at must be seconds since 1970, not {found!r:.100}")
-    return float(found)
-
-
-def _ranks(about: dict[str, Any]) -> dict[str, Steps]:
-    """Older files have none."""
-    found = about.get("ranks", {})
-    if not isinstance(found, dict) or len(found) > MAX_RANKS or not all(map(_is_steps, found.values())):
-        raise ProfileError(f"ranks must be at most {MAX_RANKS}, each with its prefill and decode steps")
-    return {rank: (steps[0], steps[1]) for rank, steps in found.items()}
-
-
-def _is_steps(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(n) is int and 0 <= n <= MAX_COUNT for n in value)
-
-
-def _is_share(value: Any) -> bool:
-    """NaN is none."""
-    return type(value) in (int, float) and 0 <= value <= 1
+def _decoded(about: np.ndarray, kind: type[_Decoded]) -> _Decoded:
+    try:
+        return msgspec.json.decode(about.astype(np.uint8).tobytes(), type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProfileError(f"about is not the JSON of a profile: {error}") from error
 
 
 def _checked(model: RoutedModel, counts: np.ndarray, steps: np.ndarray) -> RoutingCounts:

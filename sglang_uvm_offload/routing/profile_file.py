@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files import lock
 from sglang_uvm_offload.flags import config_flag
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.merged_profile import node_file
@@ -111,22 +110,9 @@ def _locked(path: Path) -> Iterator[None]:
     itself is replaced. Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _wait_for_lock(handle, path.parent)
+        if lock.taken(handle, LOCK_SECONDS) is False:  # without locks, what one rank of several loses, its next save adds again
+            reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
+            raise TimeoutError(errno.ETIMEDOUT, reason, str(path.parent))
         yield
     finally:
         os.close(handle)
-
-
-def _wait_for_lock(handle: int, folder: Path) -> None:
-    give_up = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
-                raise TimeoutError(errno.ETIMEDOUT, reason, str(folder)) from None
-            time.sleep(LOCK_SECONDS / 100)
-        except OSError:
-            # A file system, or a sandbox, without locks. What one rank of several then loses, its next save adds again.
-            return None

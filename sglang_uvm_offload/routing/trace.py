@@ -90,8 +90,6 @@ class Trace:
 
     def split(self, fraction: float) -> tuple[range, range]:
         """The first ``fraction`` (0..1) of the requests, and the others."""
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"the fraction must be 0..1, not {fraction}")
         # Rounded before truncation: 0.29 * 100 is 28.999999999999996.
         first = int(round(self.num_requests * fraction, 6))
         return range(first), range(first, self.num_requests)
@@ -99,8 +97,6 @@ class Trace:
     def steps(self, requests: range, batch: int) -> np.ndarray:
         """The tokens of each decode step if up to ``batch`` of ``requests`` run at once: int64 ``[steps, batch]``, indices into
         ``ids``, -1 for an idle slot. A step has one token of each running request; when one ends the next begins."""
-        if batch < 1:
-            raise ValueError(f"the batch must be at least 1, not {batch}")
         ends = np.cumsum(self.seq_len)
         slot_steps = np.zeros(batch, dtype=np.int64)
         placed = []

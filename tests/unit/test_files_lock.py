@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,40 +21,23 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def holder(tmp_path: Path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_one_process_has_it_and_the_next_after_it(tmp_path):
-    for _ in range(2):
-        with lock.held(tmp_path / "lock", 0) as alone:
-            assert alone
-            with lock.held(tmp_path / "lock", 0) as second:
-                assert not second
-
-
-def test_a_stopped_holder_is_waited_for_only_so_long(tmp_path, holder):
-    holder.send_signal(signal.SIGSTOP)
-    with lock.held(tmp_path / "lock", 0.3) as alone:
-        assert not alone
-
-
-def test_a_killed_holder_has_it_no_more(tmp_path, holder):
-    holder.kill()
-    with lock.held(tmp_path / "lock", 60) as alone:
-        assert alone
-
-
-def test_the_file_of_a_lock_keeps_what_it_holds(tmp_path):
+def test_one_process_has_it_and_the_next_after_it_and_the_file_keeps_what_it_holds(tmp_path):
     (tmp_path / "lock").write_text("precious")
-    with lock.held(tmp_path / "lock", 0) as alone:
-        assert alone
+    for _ in range(2):
+        with lock.held(tmp_path / "lock", 0) as alone, lock.held(tmp_path / "lock", 0) as second:
+            assert (alone, second) == (True, False)
     assert (tmp_path / "lock").read_text() == "precious"
+
+
+def test_a_stopped_holder_is_waited_for_only_so_long_and_a_killed_one_has_it_no_more(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "lock")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        holder.send_signal(signal.SIGSTOP)
+        with lock.held(tmp_path / "lock", 0.3) as alone:
+            assert not alone
+        holder.kill()
+        with lock.held(tmp_path / "lock", 60) as alone:
+            assert alone
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])

@@ -46,9 +46,13 @@ def damaged_headers(path: Path) -> Iterator[None]:
 
 
 def damaged_archives(path: Path) -> Iterator[None]:
-    """Each time with another byte of the file changed, of which a good part is a name that is not ASCII."""
+    """Each time with another byte of the file changed, of which a good part is a name that is not ASCII, or cut short."""
     np.savez(path, a=np.arange(6), **{"é" * 16: np.arange(1)})
+    whole = path.read_bytes()
     yield from flipped_bytes(path)
+    for length in range(0, len(whole), 17):
+        path.write_bytes(whole[:length])
+        yield
 
 
 @pytest.mark.parametrize("damaged", [damaged_headers, damaged_archives])
@@ -76,16 +80,19 @@ def test_a_header_that_numpy_chokes_on_is_refused(path, before, after):
         npz.read(path, {"a": 1 << 20})
 
 
-def test_each_array_has_a_bound(path):
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_arrays_beyond_their_bound_twice_or_compressed_in_another_way_are_refused(path):
     np.savez(path, a=np.zeros(8, np.uint8), b=np.zeros(8, np.uint8))
     assert len(npz.read(path, {"a": 8, "b": 8})) == 2
     with pytest.raises(npz.NpzError, match=r"b \[8\] takes 8 bytes, more than 7"):
         npz.read(path, {"a": 8, "b": 7})
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_compression_that_numpy_does_not_write_is_refused(path, method):
-    with zipfile.ZipFile(path, "w", method) as archive:
+    with pytest.raises(npz.NpzError, match=r"a \[8\] has 8 numbers, more than 7"):
+        npz.read(path, {"a": 8}, 7)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("a.npy", npy())
+    with pytest.raises(npz.NpzError, match="twice"):
+        npz.read(path, {"a": 1 << 20})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("a.npy", npy())
     with pytest.raises(npz.NpzError, match="compressed in another way"):
         npz.read(path, {"a": 1 << 20})
@@ -158,26 +165,9 @@ def test_what_is_no_file_of_ours_takes_little_memory(path, made, reader):
     assert most < LITTLE
 
 
-def test_a_trace_of_more_ids_than_a_server_records_is_refused_before_they_are_read(path):
-    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (%d, 1, 1), }" % ((1 << 28) + 1)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("ids.npy", header(b"\x01\x00", struct.pack("<H", len(text)), text))
-    with pytest.raises(TraceError, match="numbers, more than"):
-        Trace.load(path)
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_an_array_that_is_there_twice_is_refused(path):
-    np.savez(path, a=np.arange(6))
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("a.npy", npy())
-    with pytest.raises(npz.NpzError, match="twice"):
-        npz.read(path, {"a": 1 << 20})
-
-
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", ["u1", "<i8", ">i2", "?", "f4"])
-@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (300, 301)])
+@pytest.mark.parametrize("dtype", ["u1", "<i8", ">i2", "?"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (300, 301)])
 def test_arrays_are_read_as_numpy_reads_them(path, order, dtype, shape):
     wanted = np.asarray(np.random.default_rng(0).integers(0, 100, shape), dtype=dtype, order=order)
     np.savez_compressed(path, a=wanted)

@@ -44,7 +44,7 @@ def test_statistics_that_contradict_themselves_or_are_endless_are_refused(path: 
     status = copy.deepcopy(STATUS)
     status["curve"] |= {"residents": [0, 1, 2], "uniform": [0.0] * 3, "global": [0.0] * 3}
     *parents, name = [int(step) if step.isdigit() else step for step in path.split(".")]
-    where = status
+    where: Any = status
     for parent in parents:
         where = where[parent]
     where[name] = value

@@ -6,13 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from builders.profiles import MODEL, rewritten, saved, some
+from builders.profiles import MODEL, saved, some
 
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.routing import profile_file
+from sglang_uvm_offload.files import lock
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.merged_profile import load_for, load_whole, node_file
-from sglang_uvm_offload.routing.profile import Profile, ProfileError
+from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.profile_file import ProfileFile
 
 LAYERS = list(MODEL.moe_layers)
@@ -39,15 +39,19 @@ def save(file, seen):
     write()
 
 
-def serve(path, run, began_at, nodes=2, profile=None):
+def serve(path, run, began_at, nodes=2):
     """A run of a server that starts from the profile at ``path``, if there is one, and saves to it."""
-    history = load_whole(path) if profile is None and path.exists() else profile
+    history = load_whole(path) if path.exists() else None
     for node, file in enumerate(files(path, run, began_at, history, nodes)):
         save(file, counted(node))
 
 
 def both(runs=1):
     return runs * (counted(0).counts + counted(1).counts)
+
+
+def load(*paths, saved=None):
+    return load_for(MODEL.name, MODEL.architecture, paths, saved)
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def _saves(file, node):
 
 @pytest.mark.slow
 def test_nodes_whose_locks_exclude_no_other_node_lose_nothing(path, monkeypatch):
-    monkeypatch.setattr(profile_file, "_wait_for_lock", lambda handle, folder: None)
+    monkeypatch.setattr(lock, "taken", lambda handle, seconds: None)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.starmap(_saves, [(file, node) for node, file in enumerate(files(path, "now", 1.0))], chunksize=1)
     read = load_whole(path).seen
@@ -70,19 +74,15 @@ def test_nodes_whose_locks_exclude_no_other_node_lose_nothing(path, monkeypatch)
     assert read.steps == (19, 38)
 
 
-def test_history_counts_once(path):
+@pytest.mark.parametrize("first", [0, 1])
+def test_history_counts_once_also_if_one_node_alone_has_saved(path, first):
     for number in range(3):
         serve(path, f"run {number}", 1.0 + number)
-    read = load_whole(path).seen
-    assert (read.counts == both(3)).all()
-    assert read.steps == (3, 6)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_server_that_ends_once_one_node_has_saved_loses_no_history(path, first):
-    serve(path, "then", 1.0)
-    save(files(path, "now", 2.0, load_whole(path))[first], counted(first))
-    assert (load_whole(path).seen.counts == both() + counted(first).counts).all()
+    read = load_whole(path)
+    assert (read.seen.counts == both(3)).all()
+    assert read.seen.steps == (3, 6)
+    save(files(path, "now", 9.0, read)[first], counted(first))
+    assert (load_whole(path).seen.counts == both(3) + counted(first).counts).all()
 
 
 def test_files_of_nodes_that_are_no_more_do_not_count_again(path):
@@ -109,64 +109,64 @@ def test_what_is_there_is_read_on_a_node_with_a_disk_of_its_own(path, missing):
 
 def test_parts_that_began_from_their_own_disks_are_the_whole_in_one_folder(path):
     for node in range(2):
-        alone = Profile(MODEL, counted(node))
-        save(files(path, "now", 2.0, alone)[node], counted(node))
+        save(files(path, "now", 2.0, Profile(MODEL, counted(node)))[node], counted(node))
     of_one, of_other = (counted(node).counts for node in range(2))
     assert (load_whole(path).seen.counts == of_one + of_other + np.maximum(of_one, of_other)).all()
 
 
-def test_a_file_that_only_has_such_a_name_is_left_out(path):
+def test_a_node_file_counts_once_if_it_is_named_too_and_not_if_it_only_has_such_a_name(path):
+    serve(path, "now", 1.0)
+    named = [path, node_file(path, 1)]
+    profile, problems = load(*named)
+    assert problems == []
+    assert (profile.seen.counts == both()).all()
+    assert main(["profile", *map(str, named), "--out", str(path.with_name("all.npz"))]) == 0
+    assert (Profile.load(path.with_name("all.npz")).seen.counts == both()).all()
     saved(path, some(1))
     saved(node_file(path, 1), dataclasses.replace(some(2), began_at=5.0))
     assert (load_whole(path).seen.counts == some(1).seen.counts).all()
 
 
-def test_a_node_file_that_is_named_too_does_not_count_twice(path, capsys):
-    serve(path, "now", 1.0)
-    named = [path, node_file(path, 1)]
-    profile, problems = load_for(MODEL.name, MODEL.architecture, named)
-    assert problems == []
-    assert (profile.seen.counts == both()).all()
-    assert main(["profile", *map(str, named), "--out", str(path.with_name("all.npz"))]) == 0
-    assert (Profile.load(path.with_name("all.npz")).seen.counts == both()).all()
-
-
-def test_a_damaged_node_file_is_named(path):
-    serve(path, "now", 1.0)
-    node_file(path, 1).write_bytes(b"weights")
-    _, (problem,) = load_for(MODEL.name, MODEL.architecture, [path])
-    assert problem.startswith(f"{path}: p-node1.npz next to it: not a readable npz file")
-
-
-@pytest.mark.parametrize("began_at", ["now", -1, float("nan"), True])
-def test_a_time_that_is_none_is_refused(path, began_at):
-    with pytest.raises(ProfileError, match="began_at must be seconds"):
-        Profile.load(rewritten(saved(path, some()), about={"began_at": began_at}))
-
-
-def test_a_history_of_other_experts_is_refused(path):
-    with pytest.raises(ProfileError, match="counts are int64"):
-        Profile.load(rewritten(saved(path, some()), history=np.zeros((1, 2, 2, 3), dtype=np.int64)))
-
-
 def test_the_file_that_is_saved_may_be_absent_or_without_routing(path):
-    assert load_for(MODEL.name, MODEL.architecture, [path], path) == (None, [])
+    assert load(path, saved=path) == (None, [])
+    with pytest.raises(FileNotFoundError, match=r"p\.npz"):
+        load_whole(path)
     saved(path, Profile.empty(MODEL).with_slot_shares({0.5: 0.25}))
-    profile, problems = load_for(MODEL.name, MODEL.architecture, [path], path)
+    profile, problems = load(path, saved=path)
     assert (profile.slot_shares, problems) == ({0.5: 0.25}, [])
-    (problem,) = load_for(MODEL.name, MODEL.architecture, [path])[1]
-    assert "holds no routing yet" in problem
+    assert "holds no routing yet" in load(path)[1][0]
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-100], lambda whole: b"", lambda whole: b"other"])
-def test_the_file_that_is_saved_is_refused_if_it_is_damaged(path, damage):
-    whole = saved(path, some()).read_bytes()
-    path.write_bytes(damage(whole))
-    assert len(load_for(MODEL.name, MODEL.architecture, [path], path)[1]) == 1
-    saved(path, some())
-    assert "is of another model" in load_for("other", MODEL.architecture, [path], path)[1][0]
+def test_a_damaged_file_is_named_also_if_it_is_saved_or_a_nodes(path, damage):
+    serve(path, "now", 1.0)
+    other = node_file(path, 1)
+    other.write_bytes(damage(other.read_bytes()))
+    (problem,) = load(path)[1]
+    assert problem.startswith(f"{path}: p-node1.npz next to it: ")
+    other.unlink()
+    path.write_bytes(damage(path.read_bytes()))
+    assert len(load(path, saved=path)[1]) == 1
 
 
-def test_without_any_file_the_one_that_was_named_is_missing(path):
-    with pytest.raises(FileNotFoundError, match=r"p\.npz"):
-        load_whole(path)
+def test_the_files_of_this_model_are_used_and_each_other_one_is_named(tmp_path):
+    good = [saved(tmp_path / f"{n}.npz", some(n)) for n in (1, 2)]
+    foreign = saved(tmp_path / "foreign.npz", some(model=dataclasses.replace(MODEL, name="Other", num_experts=4)))
+    twin = saved(tmp_path / "twin.npz", some(model=dataclasses.replace(MODEL, moe_layers=(1, 2))))
+    empty = saved(tmp_path / "empty.npz", Profile.empty(MODEL))
+    (tmp_path / "link").symlink_to(good[0])
+    bad = [foreign, twin, empty, tmp_path / "gone.npz", tmp_path / "link"]
+    profile, problems = load(good[0], *bad, good[1])
+    assert (profile.seen.counts == some(1).seen.counts + some(2).seen.counts).all()
+    assert [problem.split(":")[0] for problem in problems] == [str(path) for path in bad]
+    assert problems[0].endswith("is of another model: name Other, not GLM-4.5")
+    assert "different models" in problems[1]
+    assert problems[-1].endswith(f"link: is the same file as {good[0]}: its routing would count twice")
+
+
+def test_a_file_that_would_exceed_what_can_be_read_again_is_named_and_left_out(tmp_path):
+    most = Profile(MODEL, RoutingCounts(np.full((3, 2, 2, 8), 1 << 53), (1, 1)))
+    paths = [saved(tmp_path / f"{n}.npz", most) for n in (1, 2)]
+    profile, problems = load(*paths)
+    assert (profile.seen.counts == 1 << 53).all()
+    assert [problem.split(": ")[0] for problem in problems] == [str(paths[1])]
