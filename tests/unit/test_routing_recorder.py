@@ -78,35 +78,20 @@ def device(traffic):
     return [slot.arrived for slot in reversed(traffic.recorder._free)]
 
 
-class TestRequests:
-    def test_requests_that_run_together_are_saved_one_after_another_each_in_its_own_order(self, traffic):
-        traffic.step(("a", 5))
-        traffic.step(("a", 6), ("b", 9))
-        traffic.step(("b", 10), ("a", 7), ("c", 2))
-        assert traffic.recorded() == [[0, 1, 4], [2, 3], [5]]
-
-    def test_long_requests_keep_their_order(self, traffic):
-        for length in range(100):
-            traffic.step(("a", length), ("b", length))
-        assert traffic.recorded() == [list(range(0, 200, 2)), list(range(1, 200, 2))]
-
-    def test_rows_that_pad_a_step_are_not_tokens(self, traffic):
-        traffic.step(("a", 5), padding=3)
-        traffic.step(("a", 6), padding=7)
-        assert traffic.recorded() == [[0, 1]]
-
-    def test_a_name_that_comes_again_is_another_request(self, traffic):
-        traffic.step(("a", 5))
-        traffic.step(("a", 6), ("b", 4))
-        traffic.step(("b", 5))
-        traffic.step(("b", 6), ("a", 7))
-        assert traffic.recorded() == [[0, 1], [2, 3, 4], [5]]
-
-    def test_a_request_whose_tokens_were_computed_otherwise_in_between_begins_anew(self, traffic):
-        """It was retracted and prefilled again, or decoded beside a chunk of a prefill."""
-        traffic.step(("a", 5), ("b", 4))
-        traffic.step(("a", 7), ("b", 5))
-        assert traffic.recorded() == [[0], [1, 3], [2]]
+@pytest.mark.parametrize(
+    ("steps", "recorded"),
+    [  # each step: requests with their lengths
+        ([{"a": 5}, {"a": 6, "b": 9}, {"b": 10, "a": 7, "c": 2}], [[0, 1, 4], [2, 3], [5]]),  # one after the other
+        ([{"a": length, "b": length} for length in range(100)], [list(range(0, 200, 2)), list(range(1, 200, 2))]),
+        ([{"a": 5}, {"a": 6, "b": 4}, {"b": 5}, {"b": 6, "a": 7}], [[0, 1], [2, 3, 4], [5]]),  # a name that comes again
+        ([{"a": 5, "b": 4}, {"a": 7, "b": 5}], [[0], [1, 3], [2]]),  # retracted and prefilled again in between
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_requests_are_saved_one_after_another_each_in_its_own_order(traffic, steps, recorded, padding):
+    for step in steps:
+        traffic.step(*step.items(), padding=padding)
+    assert traffic.recorded() == recorded
 
 
 class TestSteps:
@@ -136,28 +121,23 @@ class TestSteps:
         traffic.step(("a", 5))
         assert traffic.recorded() == [[0]]
 
-    def test_a_step_that_is_too_wide_is_dropped_and_counted_and_told_once(self, traffic, caplog):
+    def test_a_step_that_cannot_be_recorded_is_dropped_and_counted_and_told_once(self, traffic, caplog):
         traffic.step(("a", 5))
         for length in (6, 7):
             traffic.recorder.end_step(["a", *map(str, range(8))], [length] * 9)
+        traffic.recorder.end_step(["a", "a"], [8, 8])
         traffic.tokens = 1
-        traffic.step(("a", 8))
+        traffic.step(("a", 9))
         assert traffic.recorded() == [[0], [1]]
-        assert traffic.recorder.dropped_steps == 2
-        assert [record.levelname for record in caplog.records].count("WARNING") == 1
-        assert "it has 9 requests; at most 8" in caplog.text
+        assert traffic.recorder.dropped_steps == 3
+        (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "it has 9 requests; at most 8" in said
 
-    def test_a_step_with_two_rows_of_a_request_is_dropped(self, traffic, caplog):
-        traffic.step(("a", 5), ("a", 5))
-        assert traffic.recorder.pending(True) is None
-        assert "several of its tokens are of one request" in caplog.text
-
-    def test_ids_that_are_no_experts_end_the_recording_and_what_was_there_is_saved(self, traffic, caplog):
+    def test_ids_that_are_no_experts_end_the_recording_and_what_was_there_is_saved(self, traffic, device, caplog):
         traffic.step(("a", 5))
         traffic.recorder.record(1, torch.tensor([[E, 0]], dtype=torch.int32), IdFormat.PLAIN)
         traffic.recorder.end_step(["a"], [6])
-        traffic.recorder.record(1, torch.tensor([[0, 0]], dtype=torch.int32), IdFormat.PLAIN)
-        traffic.recorder.end_step(["a"], [7])
+        traffic.step(("a", 7))
         assert traffic.recorded() == [[0]]
         assert f"expert ids -1 to {E}, and the model has experts 0 to {E - 1}" in caplog.text
 
@@ -171,7 +151,8 @@ class TestArriving:
         device[0].done = True
         traffic.recorder.poll()
         assert traffic.recorder.log.tokens == 2
-        assert traffic.recorded() == [[0, 1]]
+        traffic.step(("a", 3))
+        assert traffic.recorded() == [[0, 1, 2]], "the end waits for what is on its way"
 
     def test_steps_for_which_the_host_has_no_place_are_dropped_and_a_request_begins_anew_after_them(self, traffic, device):
         for length in range(RING_STEPS + 2):
@@ -180,25 +161,8 @@ class TestArriving:
         for event in device:
             event.done = True
         traffic.step(("a", RING_STEPS + 2))
-        first = list(range(RING_STEPS))
+        first = list(range(RING_STEPS))  # which later steps have not changed
         assert traffic.recorded() == [first, [RING_STEPS + 2]]
-
-    def test_a_later_step_does_not_change_what_an_earlier_one_sent(self, traffic, device):
-        for length in range(RING_STEPS):
-            traffic.step(("a", length))
-        assert traffic.recorded() == [list(range(RING_STEPS))]
-
-    def test_nothing_is_recorded_after_the_step_that_ended_the_recording(self, traffic, device, caplog):
-        traffic.step(("a", 1))
-        traffic.recorder.record(1, torch.tensor([[E, 0]], dtype=torch.int32), IdFormat.PLAIN)
-        traffic.recorder.end_step(["a"], [2])
-        traffic.step(("a", 3))
-        assert traffic.recorded() == [[0]]
-
-    def test_the_end_waits_for_what_is_on_its_way(self, traffic, device):
-        traffic.step(("a", 1))
-        assert traffic.recorder.pending(False) is None
-        assert traffic.recorded() == [[0]]
 
 
 class TestSaving:
@@ -237,15 +201,14 @@ class TestSaving:
         assert Trace.load(traffic.path).seq_len.tolist() == [1, 1]
         assert traffic.recorded() == [[0, 2], [1, 3]]
 
-    @pytest.mark.parametrize("contents", [SAFETENSORS, b"PK\x03\x04"])
-    def test_a_file_that_is_no_trace_is_not_replaced(self, traffic, caplog, contents):
+    def test_a_file_that_is_no_trace_is_not_replaced_and_a_save_that_failed_is_tried_again(self, traffic, caplog):
         """It may have come after the launch, which refuses it. The saver says so, and does not raise."""
         traffic.step(("a", 5))
-        traffic.path.write_bytes(contents)
+        traffic.path.write_bytes(SAFETENSORS)
         Saver("trace", traffic.recorder.pending).finish()
         assert [record.levelname for record in caplog.records] == ["ERROR"]
         assert f"{traffic.path}: exists and is no routing trace" in caplog.text
-        assert traffic.path.read_bytes() == contents
+        assert traffic.path.read_bytes() == SAFETENSORS
         traffic.path.unlink()
         assert traffic.recorded() == [[0]]
 
@@ -262,11 +225,3 @@ class TestSaving:
             assert is_trace(tmp_path / f"{number}.npz") == expected
         Trace(**arrays).save(tmp_path / "own.npz")
         assert is_trace(tmp_path / "own.npz")
-
-    def test_a_save_that_failed_is_tried_again(self, traffic):
-        traffic.step(("a", 5))
-        traffic.path.mkdir()
-        with pytest.raises(OSError, match="is a folder"):
-            traffic.save()
-        traffic.path.rmdir()
-        assert traffic.recorded() == [[0]]
