@@ -15,27 +15,16 @@ import fuzz
 import fuzz_targets
 import mutation
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.sglang
 
 
 @pytest.mark.parametrize("target", fuzz_targets.TRIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 1 << 32))
-def test_no_input_causes_a_traceback(target, seed, tmp_path):
-    for file in tmp_path.iterdir():
-        file.unlink()
-    fuzz_targets.run(target, str(seed), tmp_path)
-
-
-@pytest.mark.parametrize("target", sorted(fuzz_targets.TRIES.keys() - {"metric_labels"}))
-def test_a_target_is_refused_and_accepted(target, tmp_path):
+def test_no_input_causes_a_traceback_and_some_are_refused_and_some_accepted(target):
     """Otherwise nothing behind the first check would be reached; the labels of metrics are all accepted."""
     outcome = fuzz.run(fuzz.Batch(target, seed=0, first=0, count=120))
     assert not outcome.failures
-    assert outcome.refused
+    assert outcome.refused or target == "metric_labels"
     assert outcome.accepted
 
 
@@ -112,11 +101,8 @@ def test_markup_in_a_page_is_found(html):
 
 
 def test_the_same_number_is_the_same_input():
-    def made(seed: int) -> list[object]:
-        chance = random.Random(seed)
-        return [mutation.damaged(bytes(100), chance), mutation.document({"a": [1, {"b": "c"}]}, chance)]
-
-    assert made(3) == made(3) != made(4)
+    one, same, other = (mutation.document({"a": [1, {"b": "c"}] * 9}, random.Random(seed)) for seed in (3, 3, 4))
+    assert one == same != other
 
 
 def test_one_target_may_be_tried_again(tmp_path):

@@ -21,40 +21,23 @@ from sglang_uvm_offload.routing.profile import Profile, is_profile
 from sglang_uvm_offload.routing.trace import Trace, is_trace
 
 
-def pipe(path: Path) -> Path:
-    os.mkfifo(path)
-    return path
-
-
-def bound_socket(path: Path) -> Path:
+def bound_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
-    return path
 
 
-def folder(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-def device(path: Path) -> Path:
-    path.symlink_to("/dev/zero")
-    return path
-
-
-def substitution(path: Path) -> Path:
+def substitution(path: Path) -> None:
     """As a shell's ``<(command)`` and ``/dev/stdin`` in a pipeline."""
     end, _ = os.pipe()
     path.symlink_to(f"/dev/fd/{end}")
-    return path
 
 
-SPECIAL = {
-    pipe: "but a pipe; save its contents to a file",
+SPECIAL: dict[Callable[[Path], None], str] = {
+    os.mkfifo: "but a pipe; save its contents to a file",
     substitution: "but a pipe; save its contents to a file",
     bound_socket: "but a socket",
-    device: "but a device",
-    folder: "a folder",
+    lambda path: path.symlink_to("/dev/zero"): "but a device",
+    Path.mkdir: "a folder",
 }
 READERS: dict[str, Callable[[Path], object]] = {
     "bytes": lambda path: reading.read(path, 10),
@@ -72,32 +55,30 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_each_reader_refuses_what_is_no_regular_file(tmp_path, monkeypatch, special, reader):
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    special(Path("it"))
     with pytest.raises((OSError, ValueError)) as caught:
-        READERS[reader](special(Path("it")))
+        READERS[reader](Path("it"))
     assert SPECIAL[special] in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
-def test_a_configuration_that_is_a_pipe_is_refused(tmp_path, name):
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [
+        (shape_of, "config.json"),
+        (shape_of, "hf_quant_config.json"),
+        (read_folder, "model.safetensors.index.json"),
+        (read_folder, "model.safetensors"),
+        (read_folder, "x.safetensors"),  # of an index
+    ],
+)
+def test_a_models_folder_with_a_pipe_is_refused(tmp_path, reader, name):
     (tmp_path / "config.json").write_text("{}")
+    if name.startswith("x"):
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=f"{name}: not a regular file but a pipe"):
-        shape_of(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
-def test_a_models_folder_with_a_pipe_is_refused(tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=f"{name}: not a regular file but a pipe"):
-        read_folder(tmp_path)
-
-
-def test_an_index_that_names_a_pipe_is_refused(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
-    os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match=r"x.safetensors: not a regular file but a pipe"):
-        read_folder(tmp_path)
+        reader(tmp_path)
 
 
 def test_an_index_that_was_not_downloaded_is_not_passed_over(tmp_path):
@@ -106,33 +87,22 @@ def test_an_index_that_was_not_downloaded_is_not_passed_over(tmp_path):
         read_folder(tmp_path)
 
 
-def test_a_pipe_that_takes_the_place_of_a_file_is_refused_too(tmp_path, monkeypatch):
+def test_a_pipe_that_takes_the_place_of_a_file_is_refused_and_no_handle_is_left_open(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    found = os.stat(tmp_path / "file")
+    found, opened = os.stat(tmp_path / "file"), len(os.listdir("/proc/self/fd"))
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(os, "stat", lambda path: found)
     with pytest.raises(OSError, match="but a pipe"):
-        reading.read(pipe(tmp_path / "pipe"), 10)
-
-
-def test_no_handle_is_left_open(tmp_path, monkeypatch):
-    opened = len(os.listdir("/proc/self/fd"))
-    (tmp_path / "file").touch()
-    found = os.stat(tmp_path / "file")
-    pipe(tmp_path / "pipe")
-    monkeypatch.setattr(os, "stat", lambda path: found)
-    for _ in range(3):
-        with pytest.raises(OSError, match="but a pipe"):
-            reading.read(tmp_path / "pipe", 10)
+        reading.read(tmp_path / "pipe", 10)
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_more_than_the_bound_is_refused_even_where_the_size_is_a_lie(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     assert reading.read(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(OSError, match="larger than"):
-        reading.read(tmp_path / "file", 4)
-    with pytest.raises(OSError, match="larger than"):
-        reading.read("/proc/self/smaps", 4)  # its size is 0 until it is read
+    for path in (tmp_path / "file", "/proc/self/smaps"):  # whose size is 0 until it is read
+        with pytest.raises(OSError, match="larger than"):
+            reading.read(path, 4)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800"])
@@ -154,9 +124,6 @@ def test_a_model_that_cannot_be_examined_is_refused(path):
 def test_text_of_several_lines_keeps_them_and_nothing_that_a_terminal_obeys():
     text = "one\ttwo\x1b[2J\r\n\x9b31m\x07\u202e\u2028 é漢 \udcff\x00"
     assert reading.printable_lines(text) == "one     two?[2J?\n?31m??? é漢 \udcff?"
-
-
-def test_a_problem_of_flags_quotes_nothing_that_a_terminal_obeys():
     error = FlagError(["a\x1b[2J", "b\nc"])
     assert error.problems == ["a?[2J", "b\nc"]
     assert "\x1b" not in str(error)
