@@ -6,11 +6,7 @@ up, the rest is scored, and state persists. Policies that read a miss in place p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,76 +73,43 @@ class Workload:
 
 
 class Managed:
-    """The shipped policy: the real manager, with continuous adaptation unless stated, fed with the routing of decode steps."""
+    """The shipped policy: the real manager with continuous adaptation, fed with the routing of decode steps. Moves and
+    decisions take no time, and a move may follow each decision."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        num_resident: int,
-        tensors: Sequence[int] = (PAGE_BYTES,),
-        block_bytes: int = PAGE_BYTES,
-        memory: EmulatedMemory | None = None,
-        clock: Callable[[], float] | None = None,
-        executor: Executor | None = None,
-        decider: Executor | None = None,
-        **flags: Any,
-    ):
-        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. ``tensors``: bytes of an expert in
-        each tensor of a layer; by default an expert is one block. By default moves and decisions take no time, and a move may
-        follow each decision; ``memory``, ``clock``, ``executor`` and ``decider`` are as the manager's."""
-        shipped = {"resident_selection": "first_n", "adapt": "continuous", "stream_tokens": "inf"}
-        requested = parse({"num_resident": num_resident, **shipped, **flags})
+    def __init__(self, shape: tuple[int, int], num_resident: int):
+        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. An expert is a block of memory."""
+        requested = parse(
+            {"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous", "stream_tokens": "inf"}
+        )
         assert requested is not None
         config = requested.resolved()
         self.manager = OffloadManager(
-            config,
-            memory or EmulatedMemory(block_bytes),
-            CpuRoutingCounters,
-            lambda decide: decide(),
-            progress=lambda: False,
-            clock=clock or _Idle(),
-            executor=executor,
-            decider=decider,
+            config, EmulatedMemory(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False, clock=_Idle()
         )
         self._model = self.manager.begin_model(draft=False)
         self._shape = shape
-        self._held: list[torch.Tensor] = []
         for layer_id in range(shape[0]):
             self._model.add_layer(self.manager.memory, LayerShard(layer_id, shape[1]))
         self.manager.place_model(self._model, InitialPlacement(config, None))
-        for layer in self._model.layers:
-            for nbytes in tensors:
-                flat = layer.allocate(nbytes, torch.device("cpu"), f"{nbytes} bytes an expert")
-                assert flat is not None
-                self._held.append(flat)
+        self._tensors = [layer.allocate(PAGE_BYTES, torch.device("cpu"), "an expert's page") for layer in self._model.layers]
         self.manager.finish_model(self._model)
-        self.resident = self.residency()
+        self.resident = self._resident()
 
     def step(self, activated: np.ndarray) -> Served:
         """Serve a decode step. Tokens that share an expert make one activation of it, so the step is fed as one token that uses
         all experts."""
         before = self.resident
-        self.serve(activated)
-        self.resident = self.residency()
-        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
-
-    def serve(self, activated: np.ndarray) -> None:
-        """``step`` without its result; the manager's ledger accounts for it by bytes."""
         self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
         assert self._model.counters is not None
-        layers, experts = np.nonzero(activated)
-        ids = torch.from_numpy(experts[None])
-        ends = np.cumsum(np.bincount(layers, minlength=len(activated))).tolist()
-        for layer, (begin, end) in enumerate(pairwise([0, *ends])):
-            self._model.counters.count(layer, ids[:, begin:end], 0, IdFormat.PLAIN)
+        for layer, used in enumerate(activated):
+            self._model.counters.count(layer, torch.from_numpy(np.flatnonzero(used)[None]), 0, IdFormat.PLAIN)
         self.manager.end_step(self._model)
+        self.resident = self._resident()
+        return Served(activated & self.resident, activated & ~self.resident, self.resident & ~before)
 
-    def residency(self) -> np.ndarray:
-        """``bool[layers, experts]``: the experts that are wholly resident."""
-        resident = self._model.resident_extents()
-        if resident.size == self._shape[0] * self._shape[1]:  # an expert is one block
-            return resident.reshape(self._shape)
-        return self._model.offloaded_bytes() == 0
+    def _resident(self) -> np.ndarray:
+        """``bool[layers, experts]``"""
+        return self._model.resident_extents().reshape(self._shape)
 
 
 class _Idle:

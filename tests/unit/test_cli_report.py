@@ -18,7 +18,6 @@ import pytest
 from builders.managers import Rank, config
 from builders.reports import words
 from builders.traces import trace
-from paths import SAFETENSORS, WAYS
 
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
@@ -219,11 +218,6 @@ def test_a_file_that_holds_no_statistics(content, reason, tmp_path, capsys):
     assert reason in refused(str(tmp_path / "file"), tmp_path, capsys)
 
 
-def test_a_file_that_is_not_there_or_is_a_folder(tmp_path, capsys):
-    assert "No such file" in refused(str(tmp_path / "none"), tmp_path, capsys)
-    assert "a folder" in refused(str(tmp_path), tmp_path, capsys)
-
-
 @pytest.mark.parametrize("source", ["127.0.0.1:30000", "[::1]:30000", "my-host.example:8000/server_info"])
 def test_an_address_without_its_scheme_is_told_how_it_begins(source, tmp_path, capsys):
     assert f"did you mean http://{source}?" in refused(source, tmp_path, capsys)
@@ -280,27 +274,16 @@ def test_without_matplotlib_the_command_says_what_to_install_before_it_asks_a_se
     assert not (tmp_path / "report.html").exists()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_file_that_is_no_report_is_not_replaced(tmp_path, capsys, monkeypatch, way):
+def test_neither_the_source_nor_a_report_of_somebody_else_is_replaced(source, tmp_path, capsys, monkeypatch):
     """That is told before anything is asked."""
-    for name in ("model", "work"):
-        (tmp_path / name).mkdir()
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(SAFETENSORS)
-    out = way(weights, tmp_path / "work")
     monkeypatch.setattr(report_cli, "report_of", lambda source: pytest.fail("asked"))
-    assert main(["report", "http://127.0.0.1:9", "--out", str(out)]) == 2
-    assert capsys.readouterr().err.startswith(f"cannot report: --out {out}: exists")
-    assert weights.read_bytes() == SAFETENSORS
-
-
-def test_neither_the_source_nor_a_report_of_somebody_else_is_replaced(source, tmp_path, capsys):
     other = tmp_path / "other.html"
     other.write_text("<!doctype html>\n<html><body>sglang-uvm-offload</body></html>")
     for out in (Path(source), other):
         before = out.read_bytes()
         assert main(["report", source, "--out", str(out)]) == 2
         assert out.read_bytes() == before
+        assert capsys.readouterr().err.startswith(f"cannot report: --out {out}: exists")
     assert main(["report", source, "--out", str(tmp_path / "none" / "report.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
@@ -314,11 +297,3 @@ def test_a_report_is_replaced(source, tmp_path):
     assert main(["report", source, "--out", str(report)]) == 0
     assert len(report.read_bytes()) == len(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["info.json", "report.html"]
-
-
-def test_a_file_that_appears_while_the_report_is_made_stays(source, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "report.html"
-    monkeypatch.setattr(report_cli, "report_of", lambda source: (out.write_bytes(SAFETENSORS), "report")[1])
-    assert main(["report", source, "--out", str(out)]) == 2
-    assert f"--out {out}: exists" in capsys.readouterr().err
-    assert out.read_bytes() == SAFETENSORS

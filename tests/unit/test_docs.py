@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ET
 
 import pytest
 from builders import pages
@@ -15,7 +14,6 @@ from benchmarks.gpu.sections import SECTIONS
 
 pytestmark = pytest.mark.sglang
 
-SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = re.compile(r"\b(?:scripts|benchmarks|tests)/[\w./-]+\.(?:py|sh)\b")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -81,21 +79,6 @@ def test_every_command_is_run_by_a_test():
 
 
 @pytest.mark.parametrize(
-    ("block", "commands"),
-    [
-        ("    a b \\\n      c  # not d\n    e\n", ["a b c", "e"]),
-        ("```bash\na 'b' c\n```\n", ["a b c"]),
-        ("a b\n", []),
-        ("```text\n    a b\n```\n", []),
-        ("<!-- made -->\n    a b\n<!-- /made -->\n", []),
-        ("See `python -m a.b c` and `python -m d`, `e f`.\n", ["python -m a.b c"]),
-    ],
-)
-def test_commands_are_found_in_both_kinds_of_code_block(block, commands):
-    assert list(map(" ".join, pages.commands(block))) == commands
-
-
-@pytest.mark.parametrize(
     "words",
     [
         "sglang serve --model-path MODEL --no-such-flag 1",
@@ -155,11 +138,6 @@ def test_the_readme_links_to_the_log_of_its_times():
     assert (ROOT / log).with_suffix(".json") == docs_tables.MEASURED
 
 
-def test_only_blocks_that_a_page_has_are_refreshed():
-    page = "a\n<!-- choices -->\nold\n<!-- /choices -->\nb\n<!-- other -->\nkept\n<!-- /other -->\n"
-    assert docs_tables.refreshed(page, {"choices": "new", "expectations": "none"}) == page.replace("old", "new")
-
-
 # ---- figures from elsewhere ----
 
 
@@ -184,28 +162,6 @@ def test_the_sections_to_run_are_those_that_there_are():
     named += re.search(r"for section in ([\w ]+);", page).group(1).split()
     named += re.findall(r"`(\w+)`", re.search(r"real servers \((.*?)\)", page, re.S).group(1))
     assert set(named) == set(SECTIONS)
-
-
-# ---- drawings ----
-
-
-@pytest.mark.parametrize("name", ["memory", "step"])
-def test_a_drawing_has_all_in_its_view_and_needs_nothing_from_outside(name):
-    text = (ROOT / f"docs/{name}.svg").read_text()
-    drawing = ET.fromstring(text)
-    _, _, width, height = map(float, drawing.get("viewBox").split())
-    assert "http" not in text.replace(SVG.strip("{}"), "")
-    ground, *boxes = [[float(each.get(key, 0)) for key in ("x", "y", "width", "height")] for each in drawing.iter(f"{SVG}rect")]
-    assert ground == [0, 0, width, height]
-    for x, y, wide, high in boxes:
-        assert 0 <= x <= x + wide <= width
-        assert 0 <= y <= y + high <= height
-    for each in drawing.iter(f"{SVG}text"):
-        size = float(each.get("font-size", 14))
-        wide = 0.55 * size * len(each.text)  # more than such fonts take on average
-        left = float(each.get("x")) - wide * {"start": 0, "middle": 0.5, "end": 1}[each.get("text-anchor", "start")]
-        assert 0 <= left <= left + wide <= width, each.text
-        assert size <= float(each.get("y")) <= height - 4
 
 
 def test_every_page_is_linked_from_another():

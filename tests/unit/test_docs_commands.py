@@ -86,35 +86,25 @@ def test_the_page_that_a_script_writes_stays_as_it_is(here, words, monkeypatch):
     assert (here / page).read_text() == (ROOT / page).read_text()
 
 
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment in which ``scripts/environment.sh`` has nothing to install, and whose Python prints its arguments."""
+@every("bash scripts/fuzz.sh")
+def test_the_fuzzing_takes_the_number_of_inputs(words, capsys):
+    """``test_fuzz.py`` runs every target."""
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main([words[-1], "--help"])  # the number is parsed first
+    assert ended.value.code == 0
+
+
+@every("bash scripts/test.sh")
+def test_the_tests_are_run_by_pytest(words, tmp_path, monkeypatch):
+    """Those that are named; all of them are what runs this. Nothing is installed, and this Python prints its arguments."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "bin/python").chmod(0o755)
     stamp = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()[:16]
     (tmp_path / f".installed-{stamp}").touch()
     monkeypatch.setenv("VENV", str(tmp_path))
-
-
-def handed_to_python(words: list[str]) -> list[str]:
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=patience(60)).stdout.split()
-
-
-@every("bash scripts/fuzz.sh")
-def test_the_fuzzing_takes_the_number_of_inputs(python, words, capsys):
-    """``test_fuzz.py`` runs every target."""
-    *_, program, inputs = handed_to_python(words)
-    assert program == "tests/fuzz.py"
-    with pytest.raises(SystemExit) as ended:
-        fuzz.main([inputs, "--help"])  # the number is parsed first
-    assert ended.value.code == 0
-
-
-@every("bash scripts/test.sh")
-def test_the_tests_are_run_by_pytest(python, words):
-    """Those that are named; all of them are what runs this."""
-    assert handed_to_python([*words, "tests/unit"]) == ["-m", "pytest", "--durations=25", "tests/unit"]
+    ran = subprocess.run([*words, "tests/unit"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=patience(60))
+    assert ran.stdout.split() == ["-m", "pytest", "--durations=25", "tests/unit"]
 
 
 @every("rm")

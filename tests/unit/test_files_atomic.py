@@ -1,14 +1,12 @@
 """A file is replaced whole or not at all, and only by a file of its own kind."""
 
 import os
-import signal
 import stat
 from pathlib import Path
 
 import pytest
 from paths import SAFETENSORS, WAYS, direct, hard_link, link_to_the_folder, symbolic_link, with_dots
 
-from scripts.harness.patience import patience
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files.atomic import Kind, WriteRefused, refusal
 
@@ -127,18 +125,6 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
     atomic_file.replace(path, write(b"note"), NOTE)
     assert left not in temporaries(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"a.note", *others}
-
-
-def test_a_pipe_named_as_a_killed_writer_names_its_file_is_not_waited_for(tmp_path):
-    pipe = tmp_path / ".a.note.01234567"
-    os.mkfifo(pipe)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(round(patience(30)))  # ends a child that waits
-        atomic_file.replace(tmp_path / "a.note", write(b"note"), NOTE)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert pipe.is_fifo()
 
 
 def test_the_file_of_a_writer_that_lives_stays(tmp_path):

@@ -89,9 +89,6 @@ class TestScore:
         rate, steps = np.array([[0.9, 0.4, 0.7]]), 10**6
         assert np.allclose(ranking.score(rate * steps, steps, np.array([[0, 10**6, 0]])), rate, atol=1e-4)
 
-    def test_equal_routing_gives_exactly_equal_scores(self):
-        assert len(np.unique(ranking.score(np.full((3, 7), 11), 33, np.full((3, 7), 5)))) == 1
-
 
 def adaptive(shape=SHAPE, capacity=4, expert_bytes=10, candidate=None, **options):
     layers = shape[0]
@@ -206,31 +203,6 @@ class TestAdaptive:
             hits.append(served)
         assert hits[1] > 1.02 * hits[0]
 
-    def test_two_tenants_that_alternate_share_the_memory(self):
-        p, resident, moves = adaptive(), first(4), 0
-        for turn in range(60):
-            hot = slice(0, 4) if turn % 2 else slice(8, 12)
-            resident, moved = serve(p, resident, skewed(hot=hot), 4, seed=turn)
-            moves += moved if turn >= 20 else 0
-        # Following every turn would take 40 x 12.
-        assert moves < 40 * 3
-
-    @pytest.mark.parametrize(
-        ("options", "start", "chance", "end", "moves"),
-        [
-            ({"capacity": 16}, first(16), skewed(), ~none(), 0),
-            ({"capacity": 0}, none(), skewed(), none(), 0),
-            ({"shape": (2, 1), "capacity": 1}, none((2, 1)), np.ones((2, 1)), ~none((2, 1)), 2),
-            ({}, first(4), np.ones(SHAPE), first(4), 0),  # every step uses every expert
-            ({}, first(4), 1.0 * (skewed() > 0.5), skewed() > 0.5, 12),
-            ({}, first(4), np.minimum(3 * skewed(), 0.99), skewed() > 0.5, None),
-        ],
-    )
-    def test_extremes(self, options, start, chance, end, moves):
-        resident, moved = serve(adaptive(**options), start, chance, 150)
-        assert (resident == end).all()
-        assert moves in (None, moved)
-
     def test_what_is_no_candidate_is_neither_moved_nor_counted(self):
         candidate = ~none()
         candidate[:, 15] = False
@@ -324,24 +296,6 @@ class TestBudget:
         chance[1, :1] = 0.6
         resident, _ = serve(adaptive((2, 16)), first(4, (2, 16)), chance, 500)
         assert (resident == (chance > 0.5)).all()
-
-    @pytest.mark.slow
-    def test_no_layer_falls_below_the_floor(self):
-        chance = np.full((2, 16), 0.02)
-        chance[0] = 0.9
-        p, resident = adaptive((2, 16), floor=3), first(4, (2, 16))
-        for max_bytes in (np.inf, 10):
-            resident, _ = serve(p, resident, chance, 300, max_bytes=max_bytes)
-            assert resident.sum(axis=1).tolist() == [5, 3]
-
-    @pytest.mark.slow
-    def test_the_budget_is_bytes_where_layers_differ_in_size(self):
-        chance = np.full((2, 16), 0.02)
-        chance[1, :12] = 0.6
-        resident, _ = serve(adaptive((2, 16), expert_bytes=[40, 10]), first(4, (2, 16)), chance, 500)
-        assert resident[1, :12].all()
-        assert (resident.sum(axis=1) @ [40, 10]) <= 4 * 50
-        assert resident[0].sum() >= 1
 
 
 class TestPacking:

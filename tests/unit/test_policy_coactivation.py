@@ -43,13 +43,6 @@ def test_an_expert_that_follows_another_is_foretold_by_it():
     assert np.abs(told(3, following=False)).max() < 0.1, "what has no connection foretells little"
 
 
-def test_before_anything_was_seen_nothing_is_foretold():
-    context = Context(E, 64)
-    assert not context.activations(0.9).any()
-    context.observe(rate(1, 2), 1, 0, DECAY)
-    assert not context.activations(0.9).any()
-
-
 def test_two_of_them_agree_to_the_bit():
     assert (told(3, steps=200) == told(3, steps=200)).all()
 

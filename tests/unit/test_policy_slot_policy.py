@@ -19,7 +19,6 @@ from sglang_uvm_offload.policy.slot_policy import (
     LATELY_SHIFT,
     LONG,
     MAX_EVENTS,
-    MAX_FILLS,
     RATE_BITS,
     TAIL,
     USE,
@@ -132,13 +131,6 @@ def test_the_most_valuable_misses_come_where_not_all_can():
     for _ in range(6):
         step(policy, 3, share=np.zeros((1, 6), dtype=np.int64))
     assert step(policy, 2, 3) == [(3, 0)]
-
-
-def test_no_layer_fills_more_than_the_bound():
-    policy = policy_of(8, 8, max_fills=2)
-    assert step(policy, 1, 3, 5) == [(1, 0), (3, 1)]
-    assert step(policy, 1, 3, 5) == [(5, 2)]
-    assert len(step(policy_of(128, 128), *range(128))) == MAX_FILLS
 
 
 def test_an_expert_that_is_partly_resident_is_worth_as_much_less():
@@ -304,21 +296,6 @@ def test_a_prefill_is_no_use_of_what_was_expected_before_and_teaches_what_its_ta
     step(policy, 2)
     assert np.array_equal(policy.events - before, np.bincount(expected, minlength=CLASSES))
     assert np.array_equal(policy.uses - used, USE * np.bincount(expected[2:], minlength=CLASSES)), "2 and 3 were used"
-
-
-def test_before_anything_is_known_recent_and_frequent_experts_are_worth_more():
-    policy = policy_of(6, 0)
-    for _ in range(8):
-        step(policy, 0)
-        step(policy, 0, 1)
-    step(policy, 2)
-    frequent, rare, once, *never = values(policy)
-    assert frequent > rare
-    assert once > max(never)
-    before = values(policy)
-    for _ in range(8):
-        step(policy, 3)
-    assert all(later < earlier for later, earlier in zip(values(policy)[:3], before[:3], strict=True))
 
 
 def test_what_was_never_used_counts_as_used_longest_ago():
