@@ -38,20 +38,6 @@ def test_the_wheel_holds_every_module_and_the_cuda_source(content):
     assert content.read("sglang_uvm_offload/kernels/uvm_ops.cu") == (ROOT / "kernels" / "uvm_ops.cu").read_bytes()
 
 
-def test_the_wheel_registers_one_plugin_and_one_command_and_no_platform(content):
-    (name,) = [name for name in content.namelist() if name.endswith("entry_points.txt")]
-    assert content.read(name).decode().split() == [
-        "[console_scripts]",
-        "sglang-uvm-offload",
-        "=",
-        "sglang_uvm_offload.cli.main:main",
-        "[sglang.srt.plugins]",
-        "uvm_offload",
-        "=",
-        "sglang_uvm_offload.plugin:register",
-    ]
-
-
 def test_the_wheel_leaves_tests_and_scripts_at_home(content):
     tops = {name.split("/")[0] for name in content.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"sglang_uvm_offload"}
