@@ -50,6 +50,8 @@ class AdaptivePolicy:
     def observe(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
         """Take the counts since the last call: the ``activations`` of each expert in ``steps`` decode steps, and the prefill
         tokens routed to it. Without either, nothing changes: idle time does not decay the counts."""
+        if activations.shape != self.budget.extents.shape:
+            raise ValueError(f"activations {activations.shape} are not {self.budget.extents.shape}")
         if prefill_routed is not None and prefill_routed.any():
             self._forecast.hint(prefill_routed)
         if steps > 0:

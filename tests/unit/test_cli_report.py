@@ -18,6 +18,7 @@ import pytest
 from builders.managers import Rank, config
 from builders.reports import words
 from builders.traces import trace
+from paths import SAFETENSORS
 
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
@@ -297,3 +298,11 @@ def test_a_report_is_replaced(source, tmp_path):
     assert main(["report", source, "--out", str(report)]) == 0
     assert len(report.read_bytes()) == len(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["info.json", "report.html"]
+
+
+def test_a_file_that_appears_while_the_report_is_made_stays(source, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "report.html"
+    monkeypatch.setattr(report_cli, "report_of", lambda source: (out.write_bytes(SAFETENSORS), "report")[1])
+    assert main(["report", source, "--out", str(out)]) == 2
+    assert f"--out {out}: exists" in capsys.readouterr().err
+    assert out.read_bytes() == SAFETENSORS

@@ -164,20 +164,20 @@ BACKWARDS = [*range(E)][::-1]
 TWO = {"tp_size": 2, "ep_size": 2}
 HIGH, LOW = set(range(4, 8)), set(range(4))
 MAPS = {
-    "one rank": ([manual("2,7")], {}, row({2, 7})),
-    "shared experts behind the routed ones": ([first(1, num_shared=1)], {}, [*row({0}), SHARED]),
+    "one rank": (lambda: [manual("2,7")], {}, row({2, 7})),
+    "shared experts behind the routed ones": (lambda: [first(1, num_shared=1)], {}, [*row({0}), SHARED]),
     "expert-parallel ranks, joined": (
-        [manual("1,4,6", ep_rank=rank, ep_size=2) for rank in (0, 1)],
+        lambda: [manual("1,4,6", ep_rank=rank, ep_size=2) for rank in (0, 1)],
         {**TWO, "dp_size": 2, "enable_dp_attention": True},
         row({1, 4, 6}),
     ),
-    "experts of ranks that are not shown": ([manual("1,4,6", ep_rank=0, ep_size=2)], TWO, row({1}, unknown=HIGH)),
-    "a rank with later experts alone": ([first(2, experts=BACKWARDS, ep_size=2)], TWO, row({7}, unknown=LOW)),
-    "replicas that differ": ([manual("0,1"), manual("1,2")], {"dp_size": 2}, row({1}, {0, 2})),
-    "experts by the checkpoint's ids": ([manual("2,7", experts=BACKWARDS)], {}, row({2, 7})),
-    "one of two replicas in VRAM": ([first(2, experts=[*range(E), 0])], {}, row({1}, {0})),
+    "experts of ranks that are not shown": (lambda: [manual("1,4,6", ep_rank=0, ep_size=2)], TWO, row({1}, unknown=HIGH)),
+    "a rank with later experts alone": (lambda: [first(2, experts=BACKWARDS, ep_size=2)], TWO, row({7}, unknown=LOW)),
+    "replicas that differ": (lambda: [manual("0,1"), manual("1,2")], {"dp_size": 2}, row({1}, {0, 2})),
+    "experts by the checkpoint's ids": (lambda: [manual("2,7", experts=BACKWARDS)], {}, row({2, 7})),
+    "one of two replicas in VRAM": (lambda: [first(2, experts=[*range(E), 0])], {}, row({1}, {0})),
     "blocks of two pages, experts of three": (
-        [first(3, memory=EmulatedMemory(2 * PAGE_BYTES), expert_bytes=3 * PAGE_BYTES)],
+        lambda: [first(3, memory=EmulatedMemory(2 * PAGE_BYTES), expert_bytes=3 * PAGE_BYTES)],
         {},
         row({0, 1, 2}, {3}),
     ),
@@ -187,7 +187,7 @@ MAPS = {
 @pytest.mark.parametrize("name", MAPS)
 def test_the_map_shows_where_each_expert_is(name):
     statuses, state, expected = MAPS[name]
-    figure = module._map(info(*statuses, **state))
+    figure = module._map(info(*statuses(), **state))
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["1", "2", "3"]
     assert cells_of(figure, KINDS).tolist() == [expected] * LAYERS
 

@@ -12,9 +12,13 @@ from builders.reports import info, replayed, result, stepped
 
 from sglang_uvm_offload.residency.history import Curve, Past, combined
 
-STATUS = stepped(Rank(config()))
 LONG = [0] * (1 << 14)
 SAVE = {"what": "trace", "under_way": False, "saved_at": None, "failures": 0, "error": None}
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, Any]:
+    return stepped(Rank(config()))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +44,8 @@ SAVE = {"what": "trace", "under_way": False, "saved_at": None, "failures": 0, "e
         ("saves", [SAVE] * (1 << 14), r"length <= \d+"),
     ],
 )
-def test_statistics_that_contradict_themselves_or_are_endless_are_refused(path: str, value: Any, reason: str):
-    status = copy.deepcopy(STATUS)
+def test_statistics_that_contradict_themselves_or_are_endless_are_refused(served, path: str, value: Any, reason: str):
+    status = copy.deepcopy(served)
     status["curve"] |= {"residents": [0, 1, 2], "uniform": [0.0] * 3, "global": [0.0] * 3}
     *parents, name = [int(step) if step.isdigit() else step for step in path.split(".")]
     where: Any = status
@@ -52,8 +56,8 @@ def test_statistics_that_contradict_themselves_or_are_endless_are_refused(path: 
         info(status)
 
 
-def test_layers_beyond_what_is_shown_are_refused_before_memory_is_taken():
-    huge = copy.deepcopy(STATUS)
+def test_layers_beyond_what_is_shown_are_refused_before_memory_is_taken(served):
+    huge = copy.deepcopy(served)
     huge["layers"][1] |= {"first_expert": 8000, "experts": 8000}
     huge["resident_ids"][1] = []
     with pytest.raises(msgspec.ValidationError, match="more than 8192 are not shown"):

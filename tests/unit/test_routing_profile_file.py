@@ -117,6 +117,12 @@ def test_splits_of_the_history_and_of_the_file_are_saved(path):
     assert read.slot_shares == {0.25: 1.0, 0.5: 0.25}
 
 
+def test_splits_of_another_models_file_are_not_taken_over(path):
+    saved(path, Profile.empty(dataclasses.replace(MODEL, num_experts=8)).with_slot_shares({0.5: 0.75}))
+    save(ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE), ones())
+    assert Profile.load(path).slot_shares == {}
+
+
 def test_a_split_is_added_to_a_profile_alone_and_counts_stay(path):
     saved(path, Profile(MODEL, ones(), "then"))
     add_slot_share(path, 0.5, 0.75)
