@@ -75,59 +75,60 @@ def run(args: argparse.Namespace) -> int:
         for problem in reasons:
             complain(f"cannot replay {args.trace}: {problem}")
         return 2
+    mode = _slots if args.slots else _replay if args.draft_acceptance is None else _drafts
     try:
         trace = Trace.load(args.trace)
-        run_it = _slots if args.slots else _replay if args.draft_acceptance is None else _drafts
-        found = run_it(args, trace)
+        if args.into is not None:
+            _check_into(args, trace)
+        room.check(trace, args.batch, _policies(args) if mode is _replay else ())
+        scored = _scope(args, trace)
+        name, found, text = mode(args, trace, scored)
     except (ValueError, OSError, MemoryError) as error:
-        text = error.strerror if isinstance(error, OSError) else str(error)
-        complain(f"cannot replay {args.trace}: {text or type(error).__name__}")
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        complain(f"cannot replay {args.trace}: {said or type(error).__name__}")
         return 2
     finally:
         _progress("")
-    say(found)
+    content = {"trace": str(args.trace), "scored": scored, name: found}
+    say(json.dumps(content, indent=1, default=asdict) if args.json else f"{described(scored)}\n\n{text}")
     return 0
 
 
-def _replay(args: argparse.Namespace, trace: Trace) -> str:
+Found = tuple[str, Sequence[Replay | Split | DraftReads], str]
+"""The name of the results in JSON, the results, and the table of them."""
+
+
+def _policies(args: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(args.policy or POLICIES))
+
+
+def _replay(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
     from sglang_uvm_offload.replay.simulator import replay
 
-    room.check(trace, args.batch, args.policy or POLICIES)
-    scored, results = _scope(args, trace), []
-    policies = list(dict.fromkeys(args.policy or POLICIES))
+    policies, results = _policies(args), []
     for index, policy in enumerate(policies):
         _progress(f"replaying {policy}, {index + 1} of {len(policies)} policies, {scored.steps + scored.warmup_steps} steps")
         results.append(replay(trace, policy, *_setting(args, scored)))
-    if args.json:
-        return _json(args, scored, "results", results)
-    return f"{described(scored)}\n\n{table(results)}\n\n{legend(policies)}"
+    return "results", results, f"{table(results)}\n\n{legend(policies)}"
 
 
-def _slots(args: argparse.Namespace, trace: Trace) -> str:
+def _slots(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
     from sglang_uvm_offload.replay.simulator import slot_splits
 
-    if args.into is not None:
-        _check_into(args, trace)
-    room.check(trace, args.batch)
-    scored = _scope(args, trace)
     _progress(f"replaying each split of the VRAM, {scored.steps + scored.warmup_steps} steps")
     found = slot_splits(trace, *_setting(args, scored))
     if args.into is not None:
         _put_into(args, found)
-    return _json(args, scored, "slots", found) if args.json else f"{described(scored)}\n\n{slots_table(found)}"
+    return "slots", found, slots_table(found)
 
 
-def _drafts(args: argparse.Namespace, trace: Trace) -> str:
+def _drafts(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
     from sglang_uvm_offload.replay.draft_steps import draft_reads
 
-    room.check(trace, args.batch)
-    scored = _scope(args, trace)
     _progress(f"replaying steps with draft tokens, {scored.steps + scored.warmup_steps} tokens")
     accepted, hardware = _accepted(args.draft_acceptance), (scored.link_gbps, scored.expert_bytes, args.step_ms or 0.0)
     found = draft_reads(trace, args.residency, accepted, args.warmup_fraction, *hardware)
-    if args.json:
-        return _json(args, scored, "drafts", found)
-    return f"{described(scored)}\n\n{drafts_table(found, args.step_ms)}"
+    return "drafts", found, drafts_table(found, args.step_ms)
 
 
 def _accepted(text: str) -> list[float]:
@@ -205,10 +206,6 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
         add_slot_share(args.into, args.residency, best_split(found).slot_share)
     except (ProfileError, OSError) as error:
         raise ValueError(f"--into {args.into}: {reason(error)}") from error
-
-
-def _json(args: argparse.Namespace, scored: Scope, name: str, results: Sequence[Replay | Split | DraftReads]) -> str:
-    return json.dumps({"trace": str(args.trace), "scored": scored, name: results}, indent=1, default=asdict)
 
 
 def problems(args: argparse.Namespace) -> list[str]:
