@@ -4,8 +4,8 @@ What an older version has under another name, or not at all, is here under its n
 
     0.5.22  has a flag for the number of attention groups, loads plugins in every process that reads the arguments, and keeps a
             rank's settings in contexts, several of which may exist in a process
-    0.5.23  loads the app of each HTTP process by a configurable name, has chat templates in Python, and knows the runner of a
-            built layer and whether its map of experts applies to it
+    0.5.23  loads the app of each HTTP process by a configurable name, has chat templates in Python, knows the runner of a
+            built layer and whether its map of experts applies to it, and binds its router to the runner
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import sglang
 from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.arg_utils import with_fallback
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.runtime_context import get_lora, get_parallel
 
 from sglang_uvm_offload.plugin.since import VERSION
 
@@ -96,3 +97,22 @@ def moe_runner_backend(layer: Any) -> Any:
         runners = (getattr(owner, "runner", None) for owner in (layer.quant_method, getattr(layer, "scheme", None)))
         return next((runner.runner_backend for runner in runners if runner is not None), None)
     return layer.quant_method.get_moe_runner_backend(layer)
+
+
+def routing_shown(router: Any) -> tuple[str, str]:
+    """The ``TopKOutputFormat`` by which the ``TopK`` of a built layer hands its routing on, and SGLang's MoE runner for it."""
+    config = router.topk_config
+    runner = get_moe_runner_backend() if VERSION < (0, 5, 23) else config.runner_backend
+    shown = "STANDARD"
+    if config.output_format is not None:
+        shown = config.output_format.name
+    elif VERSION < (0, 5, 23) and runner.is_triton_kernels():
+        shown = "TRITON_KERNEL"
+    elif VERSION < (0, 5, 23) and (runner.is_flashinfer_trtllm() or runner.is_flashinfer_mxfp4()):
+        has_ids = (
+            get_lora().enable_lora
+            if runner.is_experimental_sgl_trtllm()
+            else runner.is_flashinfer_mxfp4() and router.is_fp4_experts
+        )
+        shown = "STANDARD" if has_ids else "BYPASSED"
+    return shown, "auto" if runner is None else runner.value

@@ -26,8 +26,7 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices
 from sglang_uvm_offload.plugin.launch.estimate import Estimate, estimate
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
-from sglang_uvm_offload.plugin.launch.routing_formats import routing_format
-from sglang_uvm_offload.plugin.rank import scheduler_hooks
+from sglang_uvm_offload.plugin.rank import built_runners, scheduler_hooks
 from sglang_uvm_offload.plugin.server_config import config_of, requested_of
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.units import size
@@ -107,13 +106,11 @@ class Launch:
         config = config_of(self.args)
         assert config is not None
         cfg, model = self.cfg, model_config_of(self.args)
-        routing = routing_format(cfg, model, self.args.moe_runner_backend)
-        counted = "routing is counted" if routing.counted else "routing is not counted"
         experts = stated_experts(model.hf_text_config)
         return [
             f"{flag_name('num_resident')} {_number(config)} of {experts} experts a layer, on {_ranks(cfg)}",
             f"memory: {config.backend}",
-            f"--moe-runner-backend {routing.runner}: {counted}",
+            f"--moe-runner-backend {cfg.moe_runner_backend}",
             *_drafts(config, cfg),
             f"host RAM available: {size(host_available())}",
             *self.estimate.facts,
@@ -128,7 +125,10 @@ class Launch:
 
     def warnings(self) -> list[str]:
         """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
-        return [*self.warned, *self.estimate.doubts, *sglang_gaps.warnings(self.cfg)]
+        config, model = config_of(self.args), model_config_of(self.args)
+        assert config is not None
+        routing = built_runners.doubts(config, self.cfg, model.quantization)
+        return [*self.warned, *routing, *self.estimate.doubts, *sglang_gaps.warnings(self.cfg)]
 
     def short_pages(self) -> list[str]:
         """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""

@@ -99,6 +99,7 @@ CALLED = {
     "sglang.srt.eplb.expert_location.get_global_expert_location_metadata": "",
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation.from_model_config": "model_config",
     "sglang.srt.layers.moe.utils.get_moe_a2a_backend": "",
+    "sglang.srt.layers.moe.utils.get_moe_runner_backend": "",
     "sglang.srt.mem_cache.kv_cache_configurator.mm_runtime_reservation_gb": "*, is_multimodal, mm_feature_transport",
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs": "self, token_capacity",
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache": "self, total_rest_memory",
@@ -162,7 +163,7 @@ ATTRIBUTES = {
     "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
     "sglang.srt.configs.load_config.LoadConfig": "load_format",
     "sglang.srt.configs.model_config.ModelConfig": (
-        "context_len dtype hf_config hf_text_config is_fp4_experts is_multimodal model_path quantization"
+        "context_len dtype hf_config hf_text_config is_multimodal model_path quantization"
     ),
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
         "all_gather_object barrier broadcast_object rank_in_group world_size"
@@ -181,12 +182,18 @@ ATTRIBUTES = {
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmMoeQuantInfo": "w13_scale w13_weight w2_scale w2_weight",
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerInput": "m_indices use_masked_gemm",
     "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher": "skip_local_expert_mapping",
+    "sglang.srt.layers.moe.topk.TopK": "topk_config",
+    "sglang.srt.layers.moe.topk.TopKConfig": "output_format runner_backend",
     "sglang.srt.layers.moe.utils.MoeA2ABackend": "is_none",
-    "sglang.srt.layers.moe.utils.MoeRunnerBackend": "is_deep_gemm is_marlin is_triton",
+    "sglang.srt.layers.moe.utils.MoeRunnerBackend": (
+        "is_deep_gemm is_experimental_sgl_trtllm is_flashinfer_mxfp4 is_flashinfer_trtllm is_marlin is_triton is_triton_kernels"
+    ),
     "sglang.srt.layers.n_gram_embedding.NgramEmbedding": "oe_embeder word_embeder",
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase": (
         "apply create_weights get_moe_runner_backend process_weights_after_loading"
     ),
+    "sglang.srt.layers.quantization.fp8.Fp8MoEMethod": "quant_config",
+    "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod": "",
     "sglang.srt.managers.io_struct.SetInternalStateReq": "server_args",
     "sglang.srt.managers.io_struct.SetInternalStateReqOutput": "updated",
     "sglang.srt.managers.scheduler.Scheduler": "chunked_req max_total_num_tokens",

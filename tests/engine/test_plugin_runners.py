@@ -1,74 +1,63 @@
-"""The MoE runners that SGLang itself chooses on Blackwell: refused before loading where their routing must be counted."""
+"""The MoE runners that SGLang itself chooses on Blackwell: ranks refuse what needs another one once the model is built, before
+a weight is read."""
 
 from __future__ import annotations
 
-import json
-import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from builders.plugins import saboteur
 from checkpoints import Checkpoints
 from launches import BLACKWELL, launched
 from nursery import Nurseries
+from standin.build import sglang_environment
+from standin.engine import run_engine
+from standin.run import Standin
+from standin.serving import GPU, WITHOUT_NCCL
 
-N, SELECTION, ADAPT = "--expert-offload-num-resident", "--expert-offload-resident-selection", "--expert-offload-adapt"
-GPU = ["--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none", N, "4"]
-FIRST_N = [SELECTION, "first_n"]
+from scripts.harness.patience import patience
+
+N, SELECTION = "--expert-offload-num-resident", "--expert-offload-resident-selection"
+CHOSEN = "--moe-runner-backend flashinfer_trtllm"
+
+
+def test_what_the_runner_cannot_do_ends_the_start_once_for_all_ranks(
+    tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    given = {"num_resident": 4, "slots": 2, "config": f'{{"trace": "{tmp_path}/t.npz", "tma": "off"}}'}
+    engine = {"model_path": str(checkpoints("qwen3_moe")), **GPU, "moe_runner_backend": "auto", "tp_size": 2}
+    engine |= {"disable_custom_all_reduce": True} | {f"expert_offload_{name}": value for name, value in given.items()}
+    folder = tmp_path / "run"
+    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", standin.library.parent / "caches")
+    path = saboteur(tmp_path, WITHOUT_NCCL)["PYTHONPATH"].partition(":")[0]
+    env |= {"STANDIN_GPUS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{path}:{env['PYTHONPATH']}", **BLACKWELL}
+    with pytest.raises(AssertionError, match="the engine's log ends"):
+        run_engine({"engine": engine, "prompts": [], "max_new_tokens": 1}, folder, env, seconds=patience(900))
+    log = (folder / "log.txt").read_text()
+    for said in (
+        f"{SELECTION} frequency: {CHOSEN} (SGLang's choice for this model and GPU) routes in its kernel and shows no",
+        f"--expert-offload-config trace '{tmp_path}/t.npz': {CHOSEN} (SGLang's choice",
+        f"--expert-offload-slots 2: {CHOSEN} takes each expert as a group, by its number, inside its kernels; leave it out",
+        f"--expert-offload-config tma off: {CHOSEN} has kernels that may load experts by TMA",
+    ):
+        assert log.count(said) == 1, log[-3000:]
+    assert log.count("expert offloading cannot start") == 1
+    assert log.count("Load weight begin") == 2, "both ranks built the model"
+    assert "Load weight end" not in log
+    assert "checkpoint shards" not in log, "no file was opened"
 
 
 @pytest.fixture(scope="module")
-def launch(checkpoints: Checkpoints, sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("runners")
-    qwen, oss = [["--model-path", str(checkpoints(family)), *GPU] for family in ("qwen3_moe", "gpt_oss")]
-    mxfp4 = shutil.copytree(checkpoints("gpt_oss"), folder / "mxfp4")
-    config = json.loads((mxfp4 / "config.json").read_text())
-    (mxfp4 / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    trace = ["--expert-offload-config", json.dumps({"trace": f"{folder}/t.npz"})]
-    cases = {
-        "by default": qwen,
-        "everything": [*qwen, ADAPT, "continuous", *trace, "--cpu-offload-gb", "2", "--expert-offload-headroom-gb", "20"],
-        "continuous": [*qwen, *FIRST_N, ADAPT, "continuous"],
-        "uncounted": [*qwen, *FIRST_N],
-        "routed": [*qwen, "--moe-runner-backend", "flashinfer_trtllm_routed"],
-        "triton": [*qwen, "--moe-runner-backend", "triton"],
-        "mxfp4": ["--model-path", str(mxfp4), *GPU],
-        "tokens per expert": oss,
-        "tokens per expert, trace": [*oss, *trace],
-    }
+def launch(checkpoints: Checkpoints, sglang_on_standin: Nurseries) -> dict[str, Any]:
+    begin = ["--model-path", str(checkpoints("qwen3_moe")), "--device", "cuda", "--sampling-backend", "pytorch"]
+    begin += ["--grammar-backend", "none", N, "4"]
+    runners = {"chosen": [], "routed": [f"{CHOSEN}_routed"], "triton": ["--moe-runner-backend triton"]}
+    cases = {name: [*begin, *" ".join(runner).split()] for name, runner in runners.items()}
     return launched({name: {"argv": argv, "resolve": True} for name, argv in cases.items()}, sglang_on_standin, **BLACKWELL)
 
 
-IN_KERNEL = "flashinfer_trtllm (SGLang's choice for this model and GPU) routes in its kernel"
-
-
-@pytest.mark.parametrize(
-    ("case", "parts"),
-    [
-        ("by default", [f"{SELECTION} frequency: --moe-runner-backend {IN_KERNEL}", "triton or flashinfer_trtllm_routed"]),
-        (
-            "everything",
-            [
-                *[f"{SELECTION} frequency: ", f"{ADAPT} continuous: ", "--expert-offload-config trace '"],
-                *["--cpu-offload-gb: cannot be combined", "--expert-offload-headroom-gb 20.0: leaves nothing"],
-            ],
-        ),
-        ("continuous", [f"{ADAPT} continuous: --moe-runner-backend {IN_KERNEL}"]),
-        ("mxfp4", [f"{SELECTION} frequency: --moe-runner-backend flashinfer_mxfp4 (SGLang's", "triton_kernel or marlin"]),
-        ("tokens per expert, trace", ["t.npz': --moe-runner-backend triton_kernel shows the tokens of each expert"]),
-    ],
-)
-def test_what_needs_the_routing_is_refused_with_the_runner_that_shows_it(launch, case, parts):
-    assert launch[case]["exit"] == 2, launch[case]["error"]
-    for part in parts:
-        assert part in launch[case]["error"]
-
-
-@pytest.mark.parametrize("case", ["uncounted", "routed", "triton", "tokens per expert"])
-def test_what_needs_no_routing_or_is_shown_it_is_served(launch, case):
+@pytest.mark.parametrize(("case", "disabled"), [("chosen", True), ("routed", True), ("triton", False)])
+def test_flashinfer_tunes_nothing_over_pcie(launch: dict[str, Any], case: str, disabled: bool) -> None:
     assert launch[case]["exit"] is None, launch[case]["error"]
-    assert ("no hit rate is measured" in launch[case]["error"]) == (case == "uncounted")
-
-
-@pytest.mark.parametrize(("case", "disabled"), [("uncounted", True), ("routed", True), ("triton", False)])
-def test_flashinfer_tunes_nothing_over_pcie(launch, case, disabled):
     assert launch[case]["flags"]["disable_flashinfer_autotune"] == disabled

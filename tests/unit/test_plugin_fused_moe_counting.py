@@ -21,7 +21,7 @@ from triton_kernels.tensor_details.ragged_tensor import RaggedTensorMetadata
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.flags import FlagError
-from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
+from sglang_uvm_offload.plugin.rank.built_runners import counting_flags
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.rank.recording import Recording
 from sglang_uvm_offload.requested_config import parse

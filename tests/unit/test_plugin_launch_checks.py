@@ -19,7 +19,6 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.checks import combinations, launch_checks
 from sglang_uvm_offload.plugin.launch import devices, output_files
-from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat
 from sglang_uvm_offload.plugin.rank import recording, savers
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.routing.profile import Profile
@@ -329,20 +328,26 @@ def test_experts_that_are_rearranged_cannot_be_named(record_property):
 
 
 @pytest.mark.parametrize(
-    ("runner", "drafts", "disabled"),
-    [("flashinfer_trtllm", None, True), ("triton", "flashinfer_cutlass", True), ("triton", None, False)],
+    ("runner", "drafts", "quantization", "disabled"),
+    [
+        ("flashinfer_trtllm", None, None, True),
+        ("triton", "flashinfer_cutlass", None, True),
+        ("auto", None, "modelopt_fp4", True),
+        ("marlin", None, "modelopt_fp4", False),
+        ("triton", None, "fp8", False),
+    ],
 )
-def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, disabled):
-    cfg = launch(device="cuda", speculative_moe_runner_backend=drafts)[0]
+def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, quantization, disabled):
+    cfg = launch(moe_runner_backend=runner, speculative_moe_runner_backend=drafts)[0]
     with caplog.at_level("INFO"):
-        settings = launch_checks._autotuning(cfg, RoutingFormat(runner))
+        settings = launch_checks._autotuning(cfg, quantization)
     assert settings == ({"disable_flashinfer_autotune": True} if disabled else {})
     assert ("sets --disable-flashinfer-autotune" in caplog.text) == disabled
 
 
 def test_autotuning_that_is_off_or_on_a_cpu_is_left_alone():
-    for cfg in (launch(device="cuda", disable_flashinfer_autotune=True)[0], launch(device="cpu")[0]):
-        assert launch_checks._autotuning(cfg, RoutingFormat("flashinfer_trtllm")) == {}
+    for fields in ({"disable_flashinfer_autotune": True}, {"device": "cpu"}):
+        assert launch_checks._autotuning(launch(moe_runner_backend="flashinfer_trtllm", **fields)[0], None) == {}
 
 
 def test_gpus_on_which_a_try_of_unified_memory_fails_are_refused(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slots import runners
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.policy.slot_policy import WHOLE
@@ -143,6 +145,7 @@ class Bench:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     """With one thread: products are small, and threads beside other processes wait for each other."""
+    monkeypatch.setattr(runners, "get_lora", lambda: SimpleNamespace(enable_lora=False))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):

@@ -39,6 +39,7 @@ from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.rank import loading_hooks, scheduler_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
+from sglang_uvm_offload.plugin.slots import runners
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
@@ -244,6 +245,7 @@ def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
     """With one thread: products are small, and threads beside other processes wait for each other."""
+    monkeypatch.setattr(runners, "get_lora", lambda: SimpleNamespace(enable_lora=False))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield lambda kind: Bench(monkeypatch, kind)

@@ -18,24 +18,11 @@ from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plan.moe_shape import stated_experts
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.checks import (
-    combinations,
-    load_formats,
-    sglang_gaps,
-    slot_settings,
-    tma,
-    tracing,
-)
+from sglang_uvm_offload.plugin.checks import combinations, load_formats, sglang_gaps, tracing
 from sglang_uvm_offload.plugin.compat import resolving_view
-from sglang_uvm_offload.plugin.launch import (
-    devices,
-    draft_source,
-    lookup_tables,
-    output_files,
-)
+from sglang_uvm_offload.plugin.launch import devices, draft_source, lookup_tables, output_files
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
-from sglang_uvm_offload.plugin.launch.routing_formats import RoutingFormat, routing_format
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +61,6 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     if wrong := sglang_gaps.bad_numbers(cfg):
         raise FlagError(wrong)
     model = model_config_of(server_args)
-    routing = routing_format(cfg, model, server_args.moe_runner_backend)
     requested = output_files.unless_read_only(requested, server_args)
     problems = [
         *combinations.problems(requested, cfg),
@@ -84,8 +70,6 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         *devices.problems(cfg),
         *tracing.problems(requested, cfg),
         *output_files.problems(requested, server_args),
-        *routing.problems(requested),
-        *tma.problems(requested, cfg, model),
         *lookup_tables.problems(requested, model),
         *sglang_gaps.problems(cfg, model),
         *damage(cfg),
@@ -100,21 +84,17 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         settings |= _headroom(requested, cfg)
     backend = "uvm" if cfg.device == "cuda" else "emulated"
     config = dataclasses.replace(requested, backend=backend, launch_id=uuid.uuid4().hex, began_at=began_at)
-    with _listed(problems):
-        config = slot_settings.possible(config, cfg, model)
     if config.num_resident is None and cfg.device != "cuda":
         problems.append(f"{_N} {AUTO}: with --device {cfg.device} there is no VRAM to size for; give a number")
     if num_experts is not None and config.num_resident is not None:
         problems += expert_problems(config.resident_ids, config.num_resident, config.slots or 0, num_experts, redundant)
     if problems:
         raise FlagError(problems)
-    settings |= _autotuning(cfg, routing)
+    settings |= _autotuning(cfg, cfg.quantization or model.quantization)
     for line in combinations.ignored(server_args):
         logger.warning("%s", line)
     if not config.tma:
         logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
-    if not routing.counted:
-        logger.warning("Expert offload: no hit rate is measured: %s", routing.reason)
     return CheckedLaunch(config, settings)
 
 
@@ -162,11 +142,13 @@ def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
     return {} if fraction is None else {"mem_fraction_static": fraction}
 
 
-def _autotuning(cfg: Any, routing: RoutingFormat) -> dict[str, Any]:
+def _autotuning(cfg: Any, quantization: str | None) -> dict[str, Any]:
     """FlashInfer's autotuner runs each tactic of its MoE kernels at start. It would time reads of offloaded experts over
-    PCIe."""
-    runners = (routing.runner, cfg.speculative_moe_runner_backend or "")
-    if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not any(name.startswith("flashinfer") for name in runners):
+    PCIe. Layers of NVFP4 may choose these kernels themselves."""
+    runners = (cfg.moe_runner_backend, cfg.speculative_moe_runner_backend or "")
+    chosen = cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
+    tunes = chosen or any(name.startswith("flashinfer") for name in runners)
+    if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not tunes:
         return {}
     logger.info("Expert offload: sets --disable-flashinfer-autotune, which would time reads of offloaded experts over PCIe")
     return {"disable_flashinfer_autotune": True}

@@ -206,7 +206,7 @@ class LayerHooks:
             self.slots.keep(index, ids, reading.replicas.addresses(reading.buffer))
 
     def _not_counted(self, form: str, draft: bool) -> None:
-        """Refuse what the launch did not recognise (``routing_formats``). A draft model's experts are all resident, counted or
+        """Refuse what ``built_runners`` did not find in the built model. A draft model's experts are all resident, counted or
         not."""
         if self.counting and not draft:
             raise FlagError(

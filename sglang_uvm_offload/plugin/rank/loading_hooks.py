@@ -16,7 +16,7 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plan.moe_shape import stated_top_k
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
-from sglang_uvm_offload.plugin.rank import link
+from sglang_uvm_offload.plugin.rank import built_runners, link
 from sglang_uvm_offload.plugin.rank.buffers import make_slots, make_streamer
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
@@ -47,12 +47,21 @@ class LoadingHooks:
             problems += error.problems
         rank.routed_model = built.routed_model(*named(model_config))
         problems += built.problems(rank.config, profile, rank.routed_model)
-        refuse(problems if rank.recording is None else problems + rank.recording.problems(built))
+        if rank.recording is not None:
+            problems += rank.recording.problems(built)
+        if rank.backend.on_cuda:
+            problems += built_runners.problems(rank.config, module, _layers(model), model_config.quantization)
+        refuse(problems)
         self._residency = Residency(rank.config, rank.manager, rank.backend, runner, model, module, built)
         rank.manager.place_model(model, self._residency.decide(profile))
 
     def _place_draft(self, model: ModelExperts, module: torch.nn.Module) -> None:
         """The target gives way to what the draft model takes."""
+        config = self.rank.config
+        if self.rank.backend.on_cuda and config.draft_num_resident is not None:
+            problems = built_runners.tma_problems(config, _layers(model), built_runners.DRAFT_RUNNER)
+            if problems:
+                raise FlagError(problems)
         if self._residency is not None:
             self._residency.make_room(model)
         self.rank.manager.place_model(model)
@@ -157,3 +166,8 @@ class LoadingHooks:
                 seam.find = self.rank.slots.at
             if self.rank.layer_hooks.streamer is not None:
                 self.rank.layer_hooks.streamer.slot_of = self.rank.slots.slot_of
+
+
+def _layers(model: ModelExperts) -> list[Any]:
+    """SGLang's layers of a built model."""
+    return [layer.holders[0] for layer in model.layers]

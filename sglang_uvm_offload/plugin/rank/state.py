@@ -10,8 +10,8 @@ from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_uvm_offload.config import RequestedConfig
 from sglang_uvm_offload.files.autosave import Saver
-from sglang_uvm_offload.plugin.launch.routing_formats import counting_flags
 from sglang_uvm_offload.plugin.rank.backend import Emulated, backend_of
+from sglang_uvm_offload.plugin.rank.built_runners import counting_flags
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
 from sglang_uvm_offload.plugin.rank.lookup_tables import TableHooks
 from sglang_uvm_offload.plugin.rank.recording import Recording
