@@ -83,7 +83,6 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         *["--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "2"],
         *["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"],
     ]
-    questions["other files"] = [model, str(whole), resident, "2", "--load-format", "pt"]
     questions["yaml"] = ["--config", str(folder / "server.yaml")]
     questions["ranks and drafts"] = [
         *[model, str(checkpoints("glm4_moe")), resident, "4", "--tp-size", "2", "--ep-size", "2"],
@@ -110,7 +109,6 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("a file", "config.json is a file: give the checkpoint's folder"),
         ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
-        ("other files", " holds no *.pt file"),
         ("no number", "--expert-offload-num-resident 'abc': must be auto, or a whole number of experts"),
     ],
 )
@@ -175,7 +173,7 @@ def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints, tmp_path
         "SGLang has every hook point",
         "--expert-offload-num-resident 4 of 16 experts a layer, on one rank",
         "memory: emulated",
-        "--moe-runner-backend auto: routing is counted",
+        "--moe-runner-backend auto",
         "host RAM available: ",
     ):
         assert f"  ok       {fact}" in said.stdout

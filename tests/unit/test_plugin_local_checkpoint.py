@@ -8,8 +8,9 @@ import pytest
 from builders.launch import arguments
 
 from sglang_uvm_offload.plan.model_files import ModelFiles
+from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.dry_launch import Launch
-from sglang_uvm_offload.plugin.launch.local_checkpoint import unreadable
+from sglang_uvm_offload.plugin.launch.local_checkpoint import damage, unreadable
 
 pytestmark = pytest.mark.sglang
 
@@ -32,6 +33,14 @@ def test_a_folder_with_a_file_that_may_be_read_for_ever_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "tokenizer.json")
     assert unreadable(str(tmp_path)) == "has tokenizer.json, which is a pipe and not a regular file"
     assert unreadable(str(tmp_path / "config.json")) is None, "a file is judged elsewhere"
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt"])
+def test_safetensors_alone_are_read_as_such(tmp_path, suffix):
+    (tmp_path / f"a{suffix}").touch()
+    auto, alone = (resolving_view(arguments(load_format=name, model_path=str(tmp_path))) for name in ("auto", "safetensors"))
+    assert damage(auto) == []
+    assert bool(damage(alone)) == (suffix == ".bin")
 
 
 def test_the_doctor_names_the_flag():

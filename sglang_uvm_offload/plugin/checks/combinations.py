@@ -78,8 +78,32 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
             "it moves each layer's experts into another layer's memory between prefill and decode",
         ),
     }
-    out = [f"{name}: cannot be combined with {_N}: {why}" for name, (given, why) in refused.items() if given]
+    traces = {} if config.trace is None else _without_traces(cfg)
+    out = [
+        f"{name}: cannot be combined with {flag}: {why}"
+        for flag, rows in ((_N, refused), (flag_name("trace"), traces))
+        for name, (given, why) in rows.items()
+        if given
+    ]
     return out + _named_experts(config, cfg)
+
+
+def _without_traces(cfg: Any) -> dict[str, tuple[Any, str]]:
+    """What can record no trace of the routing, with the reason."""
+    parts = "no rank sees the routing of whole steps"
+    return {
+        f"--ep-size {cfg.ep_size}": (cfg.ep_size > 1, parts),
+        f"--pp-size {cfg.pp_size}": (cfg.pp_size > 1, parts),
+        "--enable-dp-attention / --attn-dp-size": (cfg.attn_dp_size > 1, parts),
+        f"--moe-a2a-backend {cfg.moe_a2a_backend}": (cfg.moe_a2a_backend != "none", parts),
+        f"--attn-cp-size {cfg.attn_cp_size}": (cfg.attn_cp_size > 1, parts),
+        f"--moe-dp-size {cfg.moe_dp_size}": (cfg.moe_dp_size > 1, parts),
+        f"--speculative-algorithm {cfg.speculative_algorithm}": (
+            cfg.speculative_algorithm,
+            "its steps verify several draft tokens per request and reject some",
+        ),
+        f"--dllm-algorithm {cfg.dllm_algorithm}": (cfg.dllm_algorithm, "it decodes blocks, not tokens"),
+    }
 
 
 OWN_FLAGS = {"kt_": "kt_weight_path", "paged_experts_": "enable_paged_experts", "offload_": "offload_group_size"}

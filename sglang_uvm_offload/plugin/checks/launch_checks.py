@@ -18,7 +18,7 @@ from sglang_uvm_offload.config import AUTO, RequestedConfig, expert_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plan.moe_shape import stated_experts
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.checks import combinations, load_formats, sglang_gaps, tracing
+from sglang_uvm_offload.plugin.checks import combinations, sglang_gaps
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices, draft_source, lookup_tables, output_files
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
@@ -65,10 +65,8 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     problems = [
         *combinations.problems(requested, cfg),
         *combinations.format_problems(cfg, model),
-        *load_formats.problems(cfg),
         *compat.problems(cfg),
         *devices.problems(cfg),
-        *tracing.problems(requested, cfg),
         *output_files.problems(requested, server_args),
         *lookup_tables.problems(requested, model),
         *sglang_gaps.problems(cfg, model),

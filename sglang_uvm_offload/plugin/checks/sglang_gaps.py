@@ -20,9 +20,10 @@ Where in SGLang, and what happens there:
                                                              after loading
     entrypoints.http_server (_setup_and_run_http_server)     --port in use: ends after loading. A warning: it may be free then
 
-SGLang itself refuses, in the launcher or before its ranks read weights: models without a class, drafts without a readable
-config, heads, experts and hidden units that ranks do not divide, GPUs with unequal free VRAM, quantisations without their file,
-GPU or dtype, tokenizers, parsers, templates, the config of a diffusion model, and maps of experts that it cannot read.
+SGLang itself refuses, in the launcher or before its ranks read weights: models without a class, load formats without their
+package or files, drafts without a readable config, heads, experts and hidden units that ranks do not divide, GPUs with unequal
+free VRAM, quantisations without their file, GPU or dtype, tokenizers, parsers, templates, the config of a diffusion model, and
+maps of experts that it cannot read.
 """
 
 from __future__ import annotations
