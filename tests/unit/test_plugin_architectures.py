@@ -45,23 +45,6 @@ def test_every_model_with_code_of_its_own_for_experts_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reaches", "kernel"),
-    [
-        ("Glm4MoeForCausalLM", True, None),
-        ("KimiVLForConditionalGeneration", True, None),  # by the class of another file
-        ("TransformersMoEForCausalLM", True, None),
-        ("LlamaForCausalLM", False, None),
-        ("UnlimitedOCRForCausalLM", False, "fused_moe"),  # by the class of another file
-        ("BeamForCausalLM", True, "fused_experts_impl"),  # imported where it is called
-    ],
-)
-def test_a_model_reaches_what_it_uses_through_others(name: str, reaches: bool, kernel: str | None) -> None:
-    found = registry.architectures()[name]
-    assert (found.fused_moe, kernel is None or kernel in found.kernels) == (reaches, True)
-    assert bool(found.kernels) == (kernel is not None)
-
-
-@pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.refused("Architecture", name)) for name in sorted(DIRECT_KERNEL_MODELS)]
 )
 def test_a_model_with_code_of_its_own_for_experts_ends_the_launch(name: str, record_property: Any) -> None:

@@ -58,11 +58,6 @@ def test_the_layers_of_all_stages_are_what_a_profile_is_of(monkeypatch):
     assert (model.moe_layers, model.num_experts, model.top_k) == ((1, 2, 5, 7), 8, 3)
 
 
-def test_a_profile_of_the_layers_that_were_built_is_used_whatever_a_config_says(monkeypatch):
-    model = built(monkeypatch, [1, 2, 3])
-    assert problems(model, config(), profile_of([[0]] * 3)) == []
-
-
 def test_a_profile_of_other_layers_ends_the_launch(monkeypatch):
     model = built(monkeypatch, [0, 1, 2])
     given = config(profile="a.npz,b.npz")
@@ -110,17 +105,6 @@ def test_named_experts_take_the_room_of_all_their_replicas(monkeypatch, ids, fit
         return
     (problem,) = problems(model, given)
     assert re.search(r"names 10 experts over 2 layers, including replicas .* allows 8", problem)
-
-
-def test_two_moe_layers_in_a_decoder_layer_have_lists_of_their_own(monkeypatch, tmp_path):
-    stage(monkeypatch, 0, 1)
-    layers: Any = replicated(1, 1)
-    model = BuiltModel(ModelExperts(draft=False, layers=layers), top_k=3)
-    path = tmp_path / "ids.json"
-    path.write_text("[[0, 1], [5]]")
-    given = config(num_resident=2, resident_selection="manual", resident_ids=f"@{path}")
-    (problem,) = problems(model, given)
-    assert re.search(r"names 5 experts over 2 layers, including replicas .* allows 4", problem)
 
 
 @pytest.mark.parametrize("own", [[5, 7], [0, 1]])

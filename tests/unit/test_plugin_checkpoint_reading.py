@@ -78,12 +78,6 @@ def test_a_launch_that_says_how_to_read_reads_so(chosen: str) -> None:
     )
 
 
-@pytest.mark.parametrize("extra", ['{"num_threads": 2}', '{"enable_multithread_load": true}'])
-def test_a_launch_that_chooses_threads_gets_them(extra: str, launched: dict[str, str]) -> None:
-    launched["model_loader_extra_config"] = extra
-    assert around_threads(lambda files, **given: "threads", ["a"], **LOADER) == "threads"
-
-
 def test_cached_files_are_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_reading, "is_cached", lambda files: files == ["a"])
     assert around_threads(lambda files, **given: "threads", ["a"], **LOADER) == "threads"
@@ -106,18 +100,3 @@ def test_a_loader_that_stops_early_leaves_no_thread(files: list[str]) -> None:
     assert any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
     weights.close()
     assert not any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
-
-
-def test_reading_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    """The tensors are pages of the file."""
-    big = str(tmp_path / "big.safetensors")
-    save_file({f"{i}": torch.full((8 << 20,), i, dtype=torch.uint8) for i in range(8)}, big)
-
-    def anonymous() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-    list(around_threads(None, [big], **LOADER))
-    before = anonymous()
-    most = max(anonymous() for _, weight in around_threads(None, [big], **LOADER) if weight.sum() >= 0)
-    assert most - before < 8 << 20

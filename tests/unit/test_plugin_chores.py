@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
-from sglang_uvm_offload.plugin.rank.chores import RETRY_SECONDS, Chores
+from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
 from sglang_uvm_offload.plugin.rank.state import RankState
 
@@ -93,15 +93,3 @@ def test_a_status_that_cannot_be_made_is_left_out(monkeypatch, caplog):
     shown = serving.hooks.after_internal_state(answer, None).internal_state
     assert shown == {"sglang": 1, "expert_offload_resident_selection": "first_n"}
     assert "the status failed: MemoryError: no room" in caplog.text
-
-
-def test_a_chore_that_fails_is_left_alone_for_a_while_and_the_others_go_on():
-    now, failing, working = [0.0], Short(), Short()
-    failing.error = MemoryError()
-    chores = Chores(lambda: now[0])
-    for _ in range(3):
-        chores.run("one", failing)
-        chores.run("another", working)
-    now[0] += RETRY_SECONDS
-    chores.run("one", failing)
-    assert (failing.calls, working.calls) == (2, 3)

@@ -4,22 +4,16 @@ SGLang's own code, they are in managed memory to the last byte, and the same byt
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import rearranged
 from builders.formats import Loaded, build, load, runtime
-from builders.launch import launch
-from sglang.srt.configs.load_config import LoadConfig, LoadFormat
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
-from sglang.srt.model_loader.loader import BitsAndBytesModelLoader
 
 from sglang_uvm_offload.cpu.staging import CpuStaging
 from sglang_uvm_offload.streaming.replicas import Replicas, buffer_bytes
@@ -305,26 +299,3 @@ def reloaded(loaded: Loaded) -> str:
     except Exception as error:  # noqa: BLE001 -- whatever SGLang raises is what comes of it
         return f"{type(error).__name__}: {error}"
     return "loaded"
-
-
-@pytest.mark.parametrize("stated", [None, {"quant_method": "bitsandbytes", "load_in_4bit": True}], ids=["BF16", "4 bits"])
-def test_sglang_itself_loads_no_experts_of_bitsandbytes(stated, monkeypatch):
-    """So a launch with them is refused. When this fails, look at what SGLang's loader has become."""
-    quantize = SimpleNamespace(quantize_4bit=lambda weight, **_: (weight, SimpleNamespace(shape=weight.shape)), QuantState=None)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.46.1", functional=quantize))
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", quantize)
-    names = [f"experts.{expert}.{name}_proj.weight" for expert in range(2) for name in ("gate", "up", "down")]
-    loader = BitsAndBytesModelLoader(LoadConfig(load_format=LoadFormat.BITSANDBYTES))
-    monkeypatch.setattr(loader, "_prepare_weights", lambda *_: ([], True))
-    monkeypatch.setattr(loader, "_hf_weight_iter", lambda *_: ((name, torch.zeros(64, 64)) for name in names))
-    monkeypatch.setattr(loader, "_quantized_4bit_generator", lambda *given: given[-1].update(dict.fromkeys(names)) or iter(()))
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    with runtime("auto", HOPPER):
-        model = torch.nn.Module()
-        quantization = BASE_QUANTIZATION_METHODS["bitsandbytes"].from_config({})
-        model.experts = FusedMoE(2, 64, 64, 0, top_k=1, params_dtype=torch.bfloat16, quant_config=quantization)
-        model.load_weights = list
-        model.bitsandbytes_stacked_params_mapping = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
-        _, given = launch({"quantization_config": stated} if stated else {})
-        with pytest.raises(ValueError, match=r"Parameter experts\.0\.gate_up_proj\.q?weight not found in the model"):
-            loader._load_weights(given, model)

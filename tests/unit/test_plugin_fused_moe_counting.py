@@ -74,16 +74,6 @@ def test_routing_is_counted_in_every_form(form, layer):
     assert layer.counters.read().routed()[0].tolist() == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_layer_that_reads_a_copy_counts_no_activations_in_any_form(form, layer):
-    dispatched, expected = FORMS[form]
-    layer.counters.begin_step(ALL_ROWS, Phase.PREFILL)
-    LayerHooks(COUNTING).observe(layer, dispatched, in_place=False)
-    counts = layer.counters.read()
-    assert counts.routed()[0].tolist() == expected
-    assert not counts.activations().any()
-
-
 def test_local_ids_of_expert_parallel_ranks_are_not_shifted(layer):
     layer.dispatcher.skip_local_expert_mapping = False
     LayerHooks(COUNTING).observe(layer, standard(StandardTopKOutput(None, IDS - 4, None)))
@@ -111,12 +101,6 @@ def test_routing_inside_the_kernel_is_refused_where_it_must_be_counted_and_noted
     hooks.observe(layer, BYPASSED)
     assert hooks.uncounted == {"BypassedTopKOutput"}
     assert layer.counters.read().counts.sum() == 0
-
-
-def test_continuous_adaptation_of_first_n_does_not_adapt_to_nothing(layer):
-    continuous = parse({"num_resident": 4, "resident_selection": "first_n", "adapt": "continuous"})
-    with pytest.raises(FlagError, match=r"--expert-offload-adapt continuous: .* or --expert-offload-adapt off or warmup"):
-        LayerHooks(counting_flags(continuous)).observe(layer, BYPASSED)
 
 
 def test_a_draft_model_may_route_inside_its_kernel(layer):

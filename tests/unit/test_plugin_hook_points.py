@@ -156,18 +156,6 @@ def test_a_function_that_is_called_must_take_what_it_is_given(target, function, 
     assert [problem.partition("(")[0] for problem in hook_points.moved()] == [target]
 
 
-def test_a_field_that_an_object_is_given_as_it_is_made_counts():
-    class Layer:
-        declared: int
-
-        def __init__(self) -> None:
-            self.assigned = 1
-
-    assert hook_points._has(Layer, "declared")
-    assert hook_points._has(Layer, "assigned")
-    assert not hook_points._has(Layer, "renamed")
-
-
 def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
     gone = "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend"
     monkeypatch.delattr(gone)
@@ -180,11 +168,6 @@ def test_what_is_done_without_is_a_hook_point():
     assert set(since.SINCE) <= listed()
 
 
-def test_a_version_that_was_tried_is_not_looked_at(monkeypatch):
-    monkeypatch.setattr(hook_points, "moved", lambda: pytest.fail("looked at"))
-    hook_points.check()
-
-
 def arguments(**given: Any) -> Any:
     return server_args.OffloadServerArgs(model_path="dummy", device="cpu", **given)
 
@@ -195,12 +178,6 @@ def test_a_launch_is_refused_before_sglang_resolves_its_arguments(untried, monke
     with pytest.raises(FlagError, match=r"overrides\.post_capture_kv_sizing_planned does not exist"):
         args.resolve_once()
     assert not getattr(args, "_resolution_finished", False)
-
-
-def test_nothing_is_looked_at_without_the_flags(untried, monkeypatch, caplog):
-    monkeypatch.setattr(hook_points, "moved", lambda: pytest.fail("looked at"))
-    arguments().resolve_once()
-    assert not [record for record in caplog.records if "xpert offload" in record.message]
 
 
 def registering_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

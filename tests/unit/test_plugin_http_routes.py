@@ -85,12 +85,6 @@ def test_the_status_is_that_of_each_replicas_first_rank(serve):
     assert {**rank, "history": None} == {**status, "history": None}
 
 
-def test_replicas_answer_in_any_order_and_are_shown_in_theirs(serve):
-    client, manager = serve(config())
-    manager.replicas = [2, 0, 1]
-    assert [rank["replica"] for rank in client.get("/expert_offload").json()["ranks"]] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("action", list(Action))
 def test_an_action_reaches_the_ranks_and_its_answer_is_the_status(serve, action):
     client, manager = serve(config(save_profile="p.npz"))
@@ -208,15 +202,6 @@ def test_a_save_is_waited_for(serve, monkeypatch, tmp_path):
     assert (saved["under_way"], saved["error"], path.read_bytes()) == (False, None, b"saved")
 
 
-def test_a_save_that_does_not_end_is_shown_to_be_under_way(serve, monkeypatch):
-    monkeypatch.setattr(http_routes, "SAVE_SECONDS", 0.0)
-    client, manager = serve(config(save_profile="p.npz"))
-    manager.saves = [[SaveStatus("profile", True, None, 0, None)]] * 2
-    answer = client.post("/expert_offload", json={"action": "save"})
-    assert answer.status_code == 200
-    assert answer.json()["ranks"][0]["saves"][0]["under_way"]
-
-
 def test_a_save_that_fails_is_an_error_with_its_reason(serve):
     client, manager = serve(config(save_profile="p.npz"))
     manager.saves = [[SaveStatus("profile", False, None, 1, "[Errno 28] No space left on device")]] * 2
@@ -247,12 +232,6 @@ def test_sglangs_rules_for_keys_hold(serve, keys, sent, may_read, may_act):
 def test_a_server_that_offloads_nothing_has_no_status(serve):
     client, _ = serve(None)
     assert client.get("/expert_offload").status_code == 404
-
-
-def test_an_engine_without_http_gets_no_routes(monkeypatch):
-    monkeypatch.delitem(sys.modules, http_routes.SERVER, raising=False)
-    http_routes.add_where_served()
-    assert http_routes.SERVER not in sys.modules
 
 
 @pytest.mark.parametrize("app", [None, "mine:app"])

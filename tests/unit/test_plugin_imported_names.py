@@ -132,12 +132,3 @@ def test_hooks_of_other_plugins_are_left_to_sglang(registry, monkeypatch):
     assert left == [second]
     assert user.first is source.first is not first
     assert user.second is source.second is not second
-
-
-def test_another_registry_is_left_alone(monkeypatch):
-    def other(original: object, wrapped: object) -> int:
-        return 0
-
-    monkeypatch.setattr(hook_registry, "_propagate_patch", other)
-    with searched_once(["imported_names_source.first"]):
-        assert hook_registry._propagate_patch is other

@@ -118,13 +118,6 @@ def test_the_slowest_rank_decides(monkeypatch, tmp_path):
     assert [status.measured.together.scattered for status in found] == [12.0] * 4
 
 
-def test_one_rank_alone_is_measured_once(monkeypatch, tmp_path):
-    timer = Timer(set(), links.rates(), None)
-    (found,) = measured_by(monkeypatch, tmp_path, [timer])
-    assert timer.calls == 1
-    assert found.measured == links.measured()
-
-
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_rank_that_fails_holds_up_nobody_and_is_left_out(monkeypatch, tmp_path, caplog, fails):
     timers = of_four(set())
@@ -132,13 +125,6 @@ def test_a_rank_that_fails_holds_up_nobody_and_is_left_out(monkeypatch, tmp_path
     found = measured_by(monkeypatch, tmp_path, timers)
     assert [status.measured.ranks for status in found] == [3] * 4
     assert "the link is not measured: no VRAM" in caplog.text
-
-
-def test_a_rank_without_offloaded_experts_takes_part_and_is_left_out(monkeypatch, tmp_path):
-    timers = of_four(set())
-    timers[1] = None
-    found = measured_by(monkeypatch, tmp_path, timers)
-    assert [status.measured.ranks for status in found] == [3] * 4
 
 
 def test_nothing_is_measured_where_no_rank_can(monkeypatch, tmp_path):

@@ -21,7 +21,6 @@ from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.rank import loading_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
-from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import RankState
 
 pytestmark = pytest.mark.sglang
@@ -103,26 +102,6 @@ def test_a_loader_that_fills_a_built_model_as_a_whole_finds_its_pages(
 
     load(monkeypatch, memory, model, lambda: None)
     assert found == [left]
-
-
-def test_what_is_left_to_populate_at_the_end_counts_as_placing(monkeypatch: pytest.MonkeyPatch) -> None:
-    phases = []
-
-    class Late(EmulatedMemory):
-        def loading(self) -> Any:
-            return _then(lambda: phases.append(clock()))
-
-    def clock() -> StartPhase | None:
-        return ranks[0].start._phase
-
-    ranks: list[RankState] = []
-
-    def build(rank: RankState) -> None:
-        ranks.append(rank)
-        phases.append(clock())
-
-    load(monkeypatch, Late(), build, lambda: phases.append(clock()))
-    assert phases == [StartPhase.READ, StartPhase.PLACE, StartPhase.LINK]
 
 
 @contextmanager

@@ -18,12 +18,6 @@ def _on_meta() -> Iterator[None]:
 
 @pytest.mark.sglang
 @pytest.mark.usefixtures("_on_meta")
-def test_numbers_that_a_class_computes_can_be_read() -> None:
-    assert [rate.item() for rate in torch.linspace(0, 0.5, 3)] == [0, 0.25, 0.5]
-
-
-@pytest.mark.sglang
-@pytest.mark.usefixtures("_on_meta")
 def test_what_is_moved_stays_without_memory() -> None:
     tensor = torch.empty(8, 4)
     half = torch.empty(1, dtype=torch.bfloat16, device="cpu")

@@ -78,15 +78,6 @@ def test_moves_are_counted(served):
     assert sample("moving_seconds_total") > 0
 
 
-def test_evicted_residents_are_shown_once_looked_for(served):
-    rank, metrics = served
-    metrics.publish()
-    assert sample("evicted_bytes") is None
-    rank.manager.evictions.evicted_bytes = 7 * PAGE_BYTES
-    metrics.publish()
-    assert sample("evicted_bytes") == 7 * PAGE_BYTES
-
-
 def test_hit_rate_is_that_of_the_time_since_the_last_report(served):
     rank, metrics = served
     rank.step([[7]])

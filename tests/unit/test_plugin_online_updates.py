@@ -43,14 +43,6 @@ def test_residents_of_a_warm_up_are_chosen_anew_from_the_new_weights_alone():
     assert rank.resident() == [[1, 4, 5]] * 3, "once, until the next update"
 
 
-def test_residents_that_no_warm_up_chose_stay():
-    rank = Rank(config(warmup_tokens=8, resident_selection="first_n"))
-    before = rank.resident()
-    rank.manager.weights_updated()
-    steps(rank, [5, 6, 7], 20)
-    assert rank.resident() == before
-
-
 class Server:
     """What the hooks are of, with a saver that notes when it saves."""
 

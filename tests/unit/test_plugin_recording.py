@@ -38,10 +38,6 @@ def test_only_decode_steps_are_recorded(mode, recording):
     assert launch(recording, ForwardMode.DECODE, [5, 6]) == (2, 0)
 
 
-def test_a_draft_models_steps_are_not_recorded(recording):
-    assert launch(recording, ForwardMode.DECODE, [5, 6], draft=True) == (0, 0)
-
-
 @pytest.mark.parametrize("lengths", [None, [5, 6, 1]])
 def test_a_step_whose_requests_lengths_are_not_known_is_dropped_and_counted(lengths, recording):
     assert launch(recording, ForwardMode.DECODE, lengths) == (0, 1)

@@ -3,7 +3,6 @@ and on ranks that exchange tokens. And what of a rank learns of its slots."""
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -64,10 +63,6 @@ DECODES, PREFILLS = Local(ForwardMode.DECODE, 4), Local(ForwardMode.EXTEND, 1000
 )
 def test_alone_a_rank_counts_its_own_rows(mode, phase):
     assert step(mode, 5) == (5, 5, phase)
-
-
-def test_an_idle_rank_alone_counts_nothing():
-    assert step(ForwardMode.IDLE, 0)[:2] == (0, 0)
 
 
 @pytest.mark.parametrize("own", range(3))
@@ -134,13 +129,6 @@ def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
     streamer = rank.layer_hooks.streamer = SimpleNamespace()
     loading._begin_slots(None)
     assert streamer.slot_of is slots.slot_of
-
-
-def test_a_rank_decides_and_moves_on_two_threads():
-    rank = RankState(served_config(adapt="continuous"))
-    rank.backend = Emulated()
-    moves, decides = (one.submit(threading.get_ident).result() for one in (rank.manager.mover.executor, rank.manager._decider))
-    assert len({moves, decides, threading.get_ident()}) == 3
 
 
 def test_a_server_that_may_have_no_further_thread_decides_and_moves():

@@ -95,13 +95,6 @@ def test_a_layers_list_is_resolved_after_it_was_made(layer: Layer) -> None:
     assert (index, ids is IDS, blocks is BLOCKS, padded is PADDED, block_size) == (0, True, True, True, 16)
 
 
-def test_the_list_is_found_as_sglang_0_5_17_returns_it(layer: Layer) -> None:
-    """Without the choice of TMA for the first product."""
-    seam, older = seam_of(layer), (*PREPARED[:3], *PREPARED[4:])
-    seam.around_experts(lambda *args: prepare(seam, args[1], args[2], older), HIDDEN, layer.w1, layer.w2, object(), object())
-    assert [given[1:] for given in layer.resolved] == [(IDS, BLOCKS, PADDED, 16)]
-
-
 def test_a_list_stays_unless_both_weights_are_the_same_layers(layer: Layer) -> None:
     other = Layer(1)
     seam = seam_of(layer, other)
@@ -142,14 +135,6 @@ def test_a_list_that_is_made_outside_of_the_experts_stays(layer: Layer) -> None:
     assert len(layer.resolved) == 1
 
 
-def test_a_list_of_other_weights_inside_of_the_experts_stays(layer: Layer) -> None:
-    seam = seam_of(layer)
-    strange = (weight(), weight())
-    for pair in ((layer.w1, strange[1]), (strange[0], layer.w2)):
-        seam.around_experts(lambda *args, pair=pair: prepare(seam, *pair), HIDDEN, layer.w1, layer.w2)
-    assert not layer.resolved
-
-
 def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
     seam = seam_of(layer)
 
@@ -187,18 +172,6 @@ def test_descriptors_span_the_slots_of_tensors_that_have_some(layer: Layer) -> N
         assert list(wide.shape) == [ROWS, 32, 32]
         assert wide.base is cached.base is tensor
         assert (wide.strides, wide.block_shape, wide.padding) == (cached.strides, cached.block_shape, cached.padding)
-
-
-def test_no_wide_descriptor_is_left_for_a_stream_buffer(layer: Layer) -> None:
-    seam = seam_of(layer)
-    parameter, buffer = torch.nn.Parameter(layer.w1, requires_grad=False), weight()
-    assert described(seam, parameter).shape[0] == ROWS
-    parameter.data = buffer
-    assert described(seam, parameter).shape[0] == E
-    parameter.data = layer.w1
-    assert described(seam, parameter).shape[0] == ROWS
-    seam.find = lambda address: None
-    assert described(seam, parameter).shape[0] == E
 
 
 def test_the_functions_are_hooked_where_sglang_has_them() -> None:

@@ -187,21 +187,6 @@ def test_experts_are_computed_from_their_copies(bench, fp8):
         assert torch.equal(it.run(ids), expected[name])
 
 
-@pytest.mark.parametrize("fp8", [True, False])
-def test_each_tensor_of_both_gemms_is_read_at_the_copys_row(bench, fp8):
-    it, ids = bench(fp8), ids_of(5)
-    expected = it.without_slots(ids)
-    it.fill(1, 2, 3)
-    assert set(it.tensors) == (set(NAMES) if fp8 else {"w13_weight", "w2_weight"})
-    for name, tensor in it.tensors.items():
-        slot = marlin.row(tensor, E + 1)
-        kept = slot.clone()
-        marlin.poison(slot)
-        assert not torch.equal(it.run(ids), expected), name
-        slot.copy_(kept)
-        assert torch.equal(it.run(ids), expected)
-
-
 def test_a_missed_expert_is_read_in_place_beside_copies(bench):
     it, ids = bench(), ids_of(9, (0, 1, 2, 3))
     expected = it.without_slots(ids)
@@ -230,14 +215,6 @@ def test_experts_of_other_ranks_stay_out(bench):
     assert not expected[0].any()
 
 
-def test_an_unwritten_slot_spoils_nothing(bench):
-    it, ids = bench(), ids_of(9)
-    it.device.set_share(np.zeros((1, E), dtype=np.uint8))  # nothing is to be filled
-    expected = it.without_slots(ids)
-    assert torch.equal(it.run(ids), expected)
-    assert E in it.rows, "padding"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
     """Scales that were converted for the call have no rows for slots, so a kernel would read what lies behind them."""
@@ -252,13 +229,6 @@ def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
     assert max(it.rows) >= E
 
 
-def test_a_tensor_at_other_rows_than_its_storage_is_not_the_layers(bench):
-    it = bench()
-    whole = it.tensors["w2_scale"].as_strided((E + S, 2, 1), (2, 1, 1))
-    it.run_with(ids_of(5), w2_scale=whole[1 : 1 + E])
-    assert max(it.rows) < E
-
-
 def test_the_masked_layout_is_computed_in_place(bench):
     it = bench()
     it.slots.resolve = lambda *_: pytest.fail("resolved")
@@ -269,29 +239,6 @@ def test_the_masked_layout_is_computed_in_place(bench):
         (None, rows, info, state),
         {"hooks": None},
     )
-
-
-def test_rows_are_resolved_once_a_call_one_by_one(bench):
-    it, resolved = bench(), []
-    it.slots.resolve = lambda *given: resolved.append(given)
-    ids = ids_of(5)
-    it.run(ids)
-    [(told, blocks, padded, size)] = resolved
-    (_, _, first), (_, _, second) = it.kernels.gemms
-    assert (told is ids, blocks is first, first is second) == (True, True, True)
-    assert (padded.tolist(), padded.dtype, size) == ([len(first)], torch.int32, 1)
-
-
-@pytest.mark.parametrize("fails", [0, 1])
-def test_an_error_at_a_gemm_leaves_nothing_behind(bench, fails):
-    it, ids = bench(), ids_of(5)
-    expected = it.without_slots(ids)
-    it.kernels.fails_at = fails
-    with pytest.raises(RuntimeError, match="out of memory"):
-        it.run(ids)
-    it.kernels.fails_at = None
-    assert torch.equal(it.run(ids), expected)
-    assert all(len(tensor) == E for tensor in it.tensors.values())
 
 
 @pytest.mark.parametrize("fp8", [True, False])

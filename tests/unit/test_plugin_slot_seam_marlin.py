@@ -292,22 +292,6 @@ def test_experts_are_computed_from_their_copies(bench, kind):
         assert it.gemms[0][11] is it.gemms[1][11], "one list"
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_tensor_is_read_at_the_row_of_the_copy(bench, kind):
-    """Whatever tensor a kernel read in place instead, the test above would fail."""
-    it, ids = bench(kind), ids_of(5)
-    expected = it.without_slots(ids)
-    it.fill(1, 2, 3)
-    assert len(it.indexed()) == 2 * len(it.format.indexed.split())
-    for name, tensor in it.indexed().items():
-        slot = marlin.row(tensor, E + 1)
-        kept = slot.clone()
-        marlin.poison(slot)
-        assert not torch.equal(it.run(ids), expected), name
-        slot.copy_(kept)
-        assert torch.equal(it.run(ids), expected)
-
-
 def test_a_missed_expert_is_read_in_place_beside_copies(bench):
     it, ids = bench("AWQ"), ids_of(9, (0, 1, 2, 3))
     expected = it.without_slots(ids)
@@ -341,55 +325,6 @@ def test_blocks_of_no_expert_are_counted_beside_the_padded_tokens(bench, kind):
     assert int(it.gemms[0][12][1]) > 0
 
 
-def given(it: Bench, **changed: Any) -> dict[str, Any]:
-    """Arguments of SGLang's ``fused_marlin_moe``."""
-    info = it.layer.scheme.get_marlin_quant_info(it.layer)
-    x, ids = torch.ones(5, HIDDEN).to(it.format.dtype), ids_of(5)
-    weights = {"w1": info.w13_qweight, "w2": info.w2_qweight, "w1_scale": info.w13_scales, "w2_scale": info.w2_scales}
-    more = {"w1_zeros": info.w13_qzeros, "w2_zeros": info.w2_qzeros, "workspace": torch.zeros(8), "num_bits": 4}
-    routing = {"gating_output": torch.zeros(5, E), "topk_weights": torch.ones(ids.shape), "topk_ids": ids}
-    return {"hidden_states": x, **weights, **routing, **more, **changed}
-
-
-def call(it: Bench, **arguments: Any) -> set[int]:
-    """The rows that the two GEMMs read."""
-    it.counters.begin_step(5, Phase.DECODE)
-    it.device.begin_step()
-    it.gemms.clear()
-    it.seam.around_experts(marlin.FUSED, **arguments)
-    return {row for gemm in it.gemms for row in gemm[11][: int(gemm[12][0]) // 8].tolist()}
-
-
-def test_a_list_stays_where_any_tensor_at_its_rows_is_not_the_layers(bench, caplog):
-    """Scales that were converted for the call have no rows for slots, so a kernel would read what lies behind them."""
-    it = bench("compressed, with zeros")
-    right = given(it)
-    names = [name for name in MarlinSlotSeam.by_expert if name != "w1"]
-    for name in names:
-        strange = right[name].clone() if name in right else torch.zeros(E, HIDDEN if "bias" in name else 1)
-        caplog.clear()
-        for _ in range(2):
-            assert call(it, **{**right, name: strange}) <= set(range(E)), name
-        assert caplog.text.count(f"{name} {tuple(strange.shape)} is not one of the layer's tensors") == 1
-    assert call(it, **{**right, "w1": right["w1"].clone()}) <= set(range(E)), "another layer, or a stream buffer"
-    assert max(call(it, **right)) >= E
-
-
-def test_a_tensor_at_other_rows_than_its_storage_is_not_the_layers(bench):
-    it = bench("compressed")
-    right = given(it)
-    shifted = right["w1_scale"].data[1:]
-    assert shifted.untyped_storage().data_ptr() in it.slots.row_bytes
-    it.seam.around_experts(lambda **_: it.seam.call is None or pytest.fail("one row too far"), **{**right, "w1_scale": shifted})
-
-
-def test_empty_tensors_need_no_rows(bench):
-    it = bench("compressed")
-    right = given(it)
-    empty = torch.empty(E, 0, dtype=torch.int32)
-    assert max(call(it, **right, g_idx1=empty, sort_indices1=empty, g_idx2=empty, sort_indices2=empty)) >= E
-
-
 def test_the_list_is_resolved_once_a_call_and_in_no_other(bench):
     it = bench("compressed")
     resolved = []
@@ -402,35 +337,6 @@ def test_the_list_is_resolved_once_a_call_and_in_no_other(bench):
     arguments = {"b_q_weight": it.gemms[0][2], "expert_ids": blocks, "num_tokens_post_padded": padded, "moe_block_size": 8}
     assert it.seam._around_gemm(lambda **kwargs: kwargs, **arguments) == arguments
     assert len(resolved) == 1
-
-
-def test_an_error_between_the_gemms_leaves_no_call_behind(bench):
-    it = bench("compressed")
-    right = given(it)
-
-    def gemm(*args: Any) -> None:
-        it.seam._around_gemm(lambda *args, **kwargs: None, *args, moe_block_size=8)
-
-    def fused(fails: int, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **_: Any) -> None:
-        _, blocks, padded = marlin.align(topk_ids, 8, E)
-        for nth, weights in enumerate((w1, w2)):
-            if nth == fails:
-                raise RuntimeError("out of memory")
-            gemm(None, None, weights, *[None] * 8, blocks, padded)
-
-    for fails in (0, 1):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            it.seam.around_experts(lambda fails=fails, **given: fused(fails, **given), **right)
-        assert it.seam.call is None
-    assert max(call(it, **right)) >= E
-
-
-def test_a_caller_that_names_fewer_tensors_is_read_in_place(bench):
-    it = bench("compressed")
-    right = given(it)
-    first = [right.pop(name) for name in MarlinSlotSeam.first]
-    it.seam.around_experts(lambda *args, **kwargs: it.seam.call or pytest.fail("not followed"), *first, **right)
-    it.seam.around_experts(lambda *args, **kwargs: it.seam.call is None or pytest.fail("followed"), *first, -1, **right)
 
 
 def test_all_runners_are_followed_where_there_are_slots(monkeypatch):

@@ -47,17 +47,6 @@ def test_each_second_belongs_to_one_phase():
     }
 
 
-def test_a_draft_model_passes_through_the_phases_again():
-    now = Now(0.0)
-    clock = StartClock(0.0, now)
-    for nbytes in (100, 10):
-        with clock.timing(StartPhase.READ):
-            now.seconds += nbytes
-        clock.add(StartPhase.READ, nbytes)
-    clock.end()
-    assert clock.phases() == [PhaseTime("read", 110, 110)]
-
-
 def test_a_server_that_serves_starts_no_more():
     """Its weights may be updated, which passes through the same code."""
     now = Now(3.0)

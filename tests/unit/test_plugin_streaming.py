@@ -21,7 +21,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.plan.rates import StreamRates
 from sglang_uvm_offload.plugin.launch import stream_settings
 from sglang_uvm_offload.plugin.rank.backend import Emulated
@@ -114,10 +114,6 @@ def test_prefill_graphs_are_captured_below_the_threshold():
     assert (capped.bs, capped.max_bs, capped.backend) == ([4, 64, 100], 100, Backend.BREAKABLE)
 
 
-def test_groups_of_data_parallel_attention_share_the_threshold():
-    assert graphs(101, [4, 25, 26, 64], dp=4).bs == [4, 25]
-
-
 def test_without_a_size_below_the_threshold_there_are_no_prefill_graphs():
     assert graphs(0, [4, 8]).backend == Backend.DISABLED
 
@@ -183,12 +179,6 @@ def test_no_buffer_is_made_where_nothing_can_stream():
     assert made(stream_tokens="inf") is None
     assert made(among=layers(resident=8), adapt="off", resident_selection="first_n") is None
     assert made(among=layers((8,), resident=8), adapt="continuous").buffers == 2, "residents may change"
-
-
-def test_layers_too_small_to_place_need_no_buffer():
-    assert PAGE_BYTES < BLOCK_BYTES
-    small = placed_layer(EmulatedMemory(), LayerShard(0, 4), lambda layout: np.zeros(layout.num_extents, dtype=bool))
-    assert made(among=[small]) is None
 
 
 def test_a_stage_of_dense_layers_needs_no_buffer():
