@@ -41,8 +41,8 @@ def gpu_of_100_gib(monkeypatch):
 )
 def test_headroom_is_taken_off_the_fraction_that_weights_and_cache_get(headroom_gb, device, given, left):
     config = parse({"num_resident": 4, "headroom_gb": headroom_gb})
-    found = launch_checks.fraction_with_headroom(config, launch(device=device, mem_fraction_static=given)[0])
-    assert found == (None if left is None else pytest.approx(left))
+    found = launch_checks._headroom(config, launch(device=device, mem_fraction_static=given)[0])
+    assert found == ({} if left is None else {"mem_fraction_static": pytest.approx(left)})
 
 
 def models(model_path: object, **others: object) -> Any:

@@ -106,7 +106,8 @@ def _listed(problems: list[str]) -> Iterator[None]:
 
 
 def _experts(config: RequestedConfig, model: Any) -> tuple[int | None, list[str]]:
-    """The routed experts per layer in the model's config, or None; and why they cannot be served."""
+    """The routed experts per layer in the model's config, or None; and why they cannot be served. The built model may have
+    others (``BuiltModel``), but a number that is mistyped, or a model that is dense, is told at once, also by ``doctor``."""
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
@@ -119,11 +120,11 @@ def _experts(config: RequestedConfig, model: Any) -> tuple[int | None, list[str]
     return num_experts, out
 
 
-def fraction_with_headroom(config: RequestedConfig, cfg: Any) -> float | None:
-    """``mem_fraction_static`` minus the headroom, None for no change (a CPU has no VRAM)."""
+def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
+    """``mem_fraction_static`` minus the headroom, or nothing to set (a CPU has no VRAM)."""
     capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
-        return None
+        return {}
     fraction = cfg.mem_fraction_static - config.headroom_gb * 1024 / capacity_mib
     if fraction <= 0:
         raise FlagError(
@@ -132,12 +133,7 @@ def fraction_with_headroom(config: RequestedConfig, cfg: Any) -> float | None:
                 f"{cfg.mem_fraction_static} on a GPU of {capacity_mib / 1024:.1f} GiB"
             ]
         )
-    return fraction
-
-
-def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
-    fraction = fraction_with_headroom(config, cfg)
-    return {} if fraction is None else {"mem_fraction_static": fraction}
+    return {"mem_fraction_static": fraction}
 
 
 def _autotuning(cfg: Any, quantization: str | None) -> dict[str, Any]:

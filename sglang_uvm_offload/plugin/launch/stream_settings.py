@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from sglang_uvm_offload.config import RequestedConfig
-from sglang_uvm_offload.flags import NEVER, flag_name
+from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.plan.rates import StreamRates
 from sglang_uvm_offload.plan.streaming import break_even_tokens
-
-logger = logging.getLogger(__name__)
 
 USUAL_TOP_K = 8
 """For a model whose config does not state its own."""
@@ -32,11 +28,3 @@ def stream_tokens(
         return requested.stream_tokens
     tokens = break_even_tokens(num_experts, top_k, num_resident + slots, rates)
     return NEVER if tokens > longest and requested.stream_gb is None else tokens
-
-
-def warn_of_no_room() -> None:
-    logger.warning(
-        "Expert offload: no room for a stream buffer next to the KV cache: long prompts read offloaded experts in place, once "
-        "for each block of rows, and are slow. Keep fewer experts resident to make room; %s sets the size.",
-        flag_name("stream_buffer_gb"),
-    )

@@ -11,7 +11,6 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
-from sglang_uvm_offload.plugin.launch.stream_settings import warn_of_no_room
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -36,7 +35,11 @@ def make_streamer(
     if not nbytes or not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
         return None
     if not count:
-        warn_of_no_room()
+        logger.warning(
+            "Expert offload: no room for a stream buffer next to the KV cache: long prompts read offloaded experts in place, "
+            "once for each block of rows, and are slow. Keep fewer experts resident to make room; %s sets the size.",
+            flag_name("stream_buffer_gb"),
+        )
         return None
     try:
         staging = backend.staging(memory, nbytes, count)
