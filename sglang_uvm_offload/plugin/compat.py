@@ -17,7 +17,6 @@ import sglang
 from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.arg_utils import with_fallback
 from sglang.srt.environ import envs
-from sglang.srt.layers.moe.utils import get_moe_runner_backend
 from sglang.srt.runtime_context import get_lora, get_parallel
 
 from sglang_uvm_offload.plugin.since import VERSION
@@ -101,6 +100,8 @@ def moe_runner_backend(layer: Any) -> Any:
 
 def routing_shown(router: Any) -> tuple[str, str]:
     """The ``TopKOutputFormat`` by which the ``TopK`` of a built layer hands its routing on, and SGLang's MoE runner for it."""
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend  # imported late: without a flag, no layers are
+
     config = router.topk_config
     runner = get_moe_runner_backend() if VERSION < (0, 5, 23) else config.runner_backend
     shown = "STANDARD"

@@ -9,8 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-import tarfile
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from builders.wheels import ROOT, tracked
+from builders.wheels import ROOT
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
@@ -276,47 +274,21 @@ def test_the_changelog_begins_with_the_version_of_the_package_or_the_next():
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``python -m build`` makes it, of what is tracked."""
-    folder = tmp_path_factory.mktemp("sdist")
-    for name in tracked():
-        if name.split("/")[0] in ("sglang_uvm_offload", "kernels") or "/" not in name:
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / "source" / name)
-    make = "import sys\nfrom setuptools import build_meta\nbuild_meta.build_sdist(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", make, str(folder)], cwd=folder / "source", check=True, capture_output=True, timeout=patience(120)
-    )
-    (path,) = folder.glob("*.tar.gz")
-    return path
+def metadata(wheel: Path) -> Message:
+    content = zipfile.ZipFile(wheel)
+    (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_string(content.read(name).decode())
 
 
-def metadata(archive: Path) -> Message:
-    if archive.suffix == ".whl":
-        content = zipfile.ZipFile(archive)
-        (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
-        return email.message_from_string(content.read(name).decode())
-    with tarfile.open(archive) as source:
-        (name,) = (name for name in source.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name))
-        held = source.extractfile(name)
-        assert held is not None
-        return email.message_from_string(held.read().decode())
-
-
-@pytest.fixture(params=["wheel", "sdist"])
-def archive(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(request.param)
-
-
-def test_what_is_released_says_where_it_comes_from(archive):
-    urls = dict(each.split(", ") for each in metadata(archive).get_all("Project-URL"))
+def test_what_is_released_says_where_it_comes_from(metadata):
+    urls = dict(each.split(", ") for each in metadata.get_all("Project-URL"))
     assert urls.keys() == {"Homepage", "Repository", "Documentation", "Changelog", "Issues"}
     assert all(url.split("#")[0] == REPOSITORY or url.startswith(f"{REPOSITORY}/") for url in urls.values())
     assert (ROOT / urls["Changelog"].removeprefix(f"{REPOSITORY}/blob/main/")).is_file()
 
 
-def test_what_is_released_has_the_readme_as_its_description(archive):
-    found = metadata(archive)
+def test_what_is_released_has_the_readme_as_its_description(metadata):
+    found = metadata
     assert found["Description-Content-Type"] == "text/markdown"
     assert found.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert (found["Version"], found["License-Expression"]) == (__version__, "Apache-2.0")

@@ -35,12 +35,6 @@ def test_other_messages_are_sglangs(message):
     assert Action.of(message) is None
 
 
-@pytest.mark.parametrize("flags", [{}, {"adapt": "continuous"}, {"adapt": "continuous", "resident_selection": "first_n"}])
-@pytest.mark.parametrize("action", [Action.READVISE, Action.PAUSE, Action.RESUME])
-def test_residents_that_may_change_obey(action, flags):
-    assert refusal(action, config(**flags)) is None
-
-
 @pytest.mark.parametrize(
     "flags",
     [

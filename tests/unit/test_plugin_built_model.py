@@ -85,6 +85,13 @@ def test_ids_and_residents_that_are_more_than_the_experts_that_were_built_end_th
     assert number.startswith("--expert-offload-num-resident 9: the model has 8 routed experts a layer")
 
 
+def test_more_slots_than_experts_that_are_offloaded_end_the_launch(monkeypatch):
+    model = built(monkeypatch, [1, 2, 3])
+    assert problems(model, config(num_resident=5, slots=3)) == []
+    (problem,) = problems(model, config(num_resident=6, slots=3))
+    assert problem.startswith("--expert-offload-slots 3: 6 residents leave 2 of 8 experts a layer offloaded")
+
+
 REPLICATED = np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 5])
 
 

@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, Routing
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 
+from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.rank import built_runners
 from sglang_uvm_offload.plugin.rank.built_runners import COUNTED_RUNNERS, DRAFT_RUNNER, ELSE_COUNTED
 from sglang_uvm_offload.plugin.slots import runners
@@ -107,6 +108,29 @@ def test_a_model_that_keeps_its_ids_is_served_by_any_runner():
 def test_tokens_per_expert_suffice_for_all_but_a_trace():
     (problem,) = problems("triton_kernel", **EVERYTHING)
     assert "trace 't.npz': --moe-runner-backend triton_kernel shows the tokens of each expert" in problem
+
+
+@pytest.mark.parametrize(
+    ("runner", "fp4", "adapters", "shown"),
+    [
+        ("triton_kernel", False, False, "TRITON_KERNEL"),
+        ("flashinfer_trtllm", True, True, "BYPASSED"),
+        ("flashinfer_mxfp4", False, True, "BYPASSED"),
+        ("flashinfer_mxfp4", True, False, "STANDARD"),
+        ("experimental_sgl_trtllm", True, False, "BYPASSED"),
+        ("experimental_sgl_trtllm", False, True, "STANDARD"),
+        ("auto", False, False, "STANDARD"),
+    ],
+)
+def test_before_0_5_23_a_router_goes_by_the_launchs_runner(monkeypatch, runner, fp4, adapters, shown):
+    """As in ``TopK.forward_cuda`` of 0.5.22."""
+    monkeypatch.setattr(compat, "VERSION", (0, 5, 22))
+    monkeypatch.setattr(compat, "get_lora", lambda: SimpleNamespace(enable_lora=adapters))
+    monkeypatch.setattr("sglang.srt.layers.moe.utils.get_moe_runner_backend", lambda: MoeRunnerBackend(runner))
+    router = topk.TopK(2, layer_id=0, is_draft=False, is_fp4_experts=fp4)
+    assert compat.routing_shown(router) == (shown, runner)
+    router.topk_config.output_format = topk.TopKOutputFormat.STANDARD
+    assert compat.routing_shown(router) == ("STANDARD", runner), "a model that asks for ids"
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", *COUNTED_RUNNERS])

@@ -56,11 +56,6 @@ def test_a_draft_models_layer_has_the_experts_of_its_own_numbers(known: Any) -> 
     assert where.is_trivial
 
 
-def test_a_model_without_a_map_has_the_experts_of_their_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_map, "get_global_expert_location_metadata", lambda: None)
-    assert expert_map.shard_of(layer()).located().ids.tolist() == [4, 5, 6, 7]
-
-
 def test_layers_follow_the_map_once_sglang_has_rearranged_experts(known: Any) -> None:
     rank = Rank(config(resident_selection="first_n"), experts=BACKWARDS)
     rank.step([[0, 1]])

@@ -111,13 +111,6 @@ def test_each_is_alone_in_its_turn_and_then_all_are_together(monkeypatch, tmp_pa
     assert found == [found[0]] * 4
 
 
-def test_the_slowest_rank_decides(monkeypatch, tmp_path):
-    timers = of_four(set())
-    timers[2].together = links.rates(scattered=12.0)
-    found = measured_by(monkeypatch, tmp_path, timers)
-    assert [status.measured.together.scattered for status in found] == [12.0] * 4
-
-
 @pytest.mark.parametrize("fails", [1, 2])
 def test_a_rank_that_fails_holds_up_nobody_and_is_left_out(monkeypatch, tmp_path, caplog, fails):
     timers = of_four(set())

@@ -29,3 +29,9 @@ def test_what_is_moved_stays_without_memory() -> None:
     ]
     assert all(each.is_meta and each.shape == (8, 4) for each in moved)
     assert [each.dtype for each in moved] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("_on_meta")
+def test_numbers_that_a_class_computes_can_be_read() -> None:
+    assert [rate.item() for rate in torch.linspace(0, 0.5, 3)] == [0, 0.25, 0.5]

@@ -116,21 +116,6 @@ def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(le
     assert begun == [ends]
 
 
-def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
-    hooks = []
-    scheduler_hooks.install(served_config(num_resident=1, slots=2), lambda target, hook, kind: hooks.append(hook))
-    loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
-    rank = loading.rank
-    rank.backend = Emulated()
-    slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
-    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
-    loading._begin_slots(None)
-    assert rank.slots is rank.layer_hooks.slots is slots
-    streamer = rank.layer_hooks.streamer = SimpleNamespace()
-    loading._begin_slots(None)
-    assert streamer.slot_of is slots.slot_of
-
-
 def test_a_server_that_may_have_no_further_thread_decides_and_moves():
     rank = RankState(served_config(adapt="continuous"))
     rank.backend = Emulated()
@@ -155,3 +140,18 @@ def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_paddin
     )
     assert ran == (None, "more")
     assert steps == [("draft", rows, Phase.DECODE), "ran", "draft"]
+
+
+def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
+    hooks = []
+    scheduler_hooks.install(served_config(num_resident=1, slots=2), lambda target, hook, kind: hooks.append(hook))
+    loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
+    rank = loading.rank
+    rank.backend = Emulated()
+    slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
+    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
+    loading._begin_slots(None)
+    assert rank.slots is rank.layer_hooks.slots is slots
+    streamer = rank.layer_hooks.streamer = SimpleNamespace()
+    loading._begin_slots(None)
+    assert streamer.slot_of is slots.slot_of

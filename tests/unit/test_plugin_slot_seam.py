@@ -127,14 +127,6 @@ def test_a_list_stays_where_a_caller_names_fewer_tensors(layer: Layer) -> None:
     assert not layer.resolved
 
 
-def test_a_list_that_is_made_outside_of_the_experts_stays(layer: Layer) -> None:
-    seam = seam_of(layer)
-    prepare(seam, layer.w1, layer.w2)
-    compute(seam, layer.w1, layer.w2)
-    prepare(seam, layer.w1, layer.w2)
-    assert len(layer.resolved) == 1
-
-
 def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
     seam = seam_of(layer)
 

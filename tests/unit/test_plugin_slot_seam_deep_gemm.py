@@ -206,15 +206,6 @@ def test_padding_reads_a_slot_and_no_expert(bench):
     assert min(it.rows) >= E
 
 
-def test_experts_of_other_ranks_stay_out(bench):
-    it, ids = bench(), ids_of(9)
-    ids[0], ids[3:6, 1] = -1, -1
-    expected = it.without_slots(ids)
-    it.fill(1, 2, 3)
-    assert torch.equal(it.run(ids), expected)
-    assert not expected[0].any()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
     """Scales that were converted for the call have no rows for slots, so a kernel would read what lies behind them."""
