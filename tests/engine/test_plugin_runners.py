@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders.plugins import saboteur
 from checkpoints import Checkpoints
 from launches import BLACKWELL, launched
 from nursery import Nurseries
-from standin.build import sglang_environment
+from standin.auto import environment_of_ranks
 from standin.engine import run_engine
 from standin.run import Standin
-from standin.serving import GPU, WITHOUT_NCCL
+from standin.serving import GPU
 
 from scripts.harness.patience import patience
 
@@ -29,9 +28,7 @@ def test_what_the_runner_cannot_do_ends_the_start_once_for_all_ranks(
     engine = {"model_path": str(checkpoints("qwen3_moe")), **GPU, "moe_runner_backend": "auto", "tp_size": 2}
     engine |= {"disable_custom_all_reduce": True} | {f"expert_offload_{name}": value for name, value in given.items()}
     folder = tmp_path / "run"
-    env = sglang_environment(standin.library.parent, tmp_path / "calls.jsonl", standin.library.parent / "caches")
-    path = saboteur(tmp_path, WITHOUT_NCCL)["PYTHONPATH"].partition(":")[0]
-    env |= {"STANDIN_GPUS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{path}:{env['PYTHONPATH']}", **BLACKWELL}
+    env = environment_of_ranks(standin, folder) | BLACKWELL
     with pytest.raises(AssertionError, match="the engine's log ends"):
         run_engine({"engine": engine, "prompts": [], "max_new_tokens": 1}, folder, env, seconds=patience(900))
     log = (folder / "log.txt").read_text()

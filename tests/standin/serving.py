@@ -30,16 +30,6 @@ GPU: dict[str, Any] = {
     "log_level": "info",
 }
 
-WITHOUT_NCCL = """
-from sglang.srt.distributed.device_communicators import pynccl
-class Absent:
-    available, disabled = False, True
-    def __init__(self, *args, **kwargs):
-        pass
-pynccl.PyNcclCommunicator = Absent
-"""
-"""It links CUDA's runtime into itself, which no stand-in replaces. Ranks agree by gloo."""
-
 
 def captures(calls: list[dict]) -> Iterator[list[dict]]:
     """The calls from each begin of a capture to its end."""
