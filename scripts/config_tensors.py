@@ -17,7 +17,6 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MXFP4_BLOCK = 32
 """Weights that share a scale of one byte."""
 
-
 _OF_THE_WHOLE = ("quantization_config", "compression_config", "torch_dtype", "dtype")
 
 
@@ -38,13 +37,13 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def tensors_of(config: Mapping[str, Any]) -> list[TensorInfo]:
-    """The tensors of a checkpoint with ``config`` (as in config.json), draft layers included."""
-    writer = _Writer(config)
-    family = FAMILIES.get(config.get("model_type"))
+def tensors_of(config: Mapping[str, Any], others: Mapping[str, Family] | None = None) -> list[TensorInfo]:
+    """The tensors of a checkpoint with ``config`` (as in config.json), draft layers included. ``others``: more families."""
+    writer, families = Writer(config), {**FAMILIES, **(others or {})}
+    family = families.get(config.get("model_type", ""))
     if family is None:
         raise UnknownTensors(
-            f"the tensors of a {config.get('model_type')!r} checkpoint are not known, only those of {', '.join(FAMILIES)}"
+            f"the tensors of a {config.get('model_type')!r} checkpoint are not known, only those of {', '.join(families)}"
         )
     if writer.method == "mxfp4" and family is not _gpt_oss:
         raise UnknownTensors(f"the tensors of a {config['model_type']!r} checkpoint in mxfp4 are not known")
@@ -68,7 +67,7 @@ def _quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**quant, "quant_method": "modelopt_fp4" if "FP4" in str(quant.get("quant_algo")) else "modelopt_fp8"}
 
 
-class _Writer:
+class Writer:
     """Collects tensors, with the config's quantisation applied to the modules that it includes."""
 
     def __init__(self, config: Mapping[str, Any]):
@@ -114,13 +113,18 @@ class _Writer:
         self.linear(f"{name}.{down}", self.hidden, size)
 
 
-def _decoder_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str, routed: bool) -> None:
-    w.plain(f"{name}.input_layernorm.weight", w.hidden)
-    w.plain(f"{name}.post_attention_layernorm.weight", w.hidden)
+Family = Callable[[Writer, str, bool], None]
+"""Adds the tensors of a decoder layer of this name. The last argument says whether it has routed experts."""
+
+
+def _decoder_layer(w: Writer, family: Family, name: str, routed: bool) -> None:
+    if w.config.get("model_type") != "longcat_flash":  # which has two of each
+        w.plain(f"{name}.input_layernorm.weight", w.hidden)
+        w.plain(f"{name}.post_attention_layernorm.weight", w.hidden)
     family(w, name, routed)
 
 
-def _draft_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name: str) -> None:
+def _draft_layer(w: Writer, family: Family, name: str) -> None:
     """The draft layer of NEXTN speculation. It repeats the model's embedding and head, except in GLM-5."""
     _decoder_layer(w, family, name, routed=True)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
@@ -132,7 +136,7 @@ def _draft_layer(w: _Writer, family: Callable[[_Writer, str, bool], None], name:
     w.plain(f"{name}.shared_head.head.weight", w.size("vocab_size"), w.hidden)
 
 
-def _grouped_attention(w: _Writer, name: str, bias: bool, out_bias: bool = False) -> int:
+def grouped_attention(w: Writer, name: str, bias: bool, out_bias: bool = False) -> int:
     """Query, key, value and output projections. Returns the size of a head."""
     heads = w.size("num_attention_heads")
     kv_heads = w.size("num_key_value_heads", heads)
@@ -144,7 +148,7 @@ def _grouped_attention(w: _Writer, name: str, bias: bool, out_bias: bool = False
     return head
 
 
-def _latent_attention(w: _Writer, name: str) -> None:
+def latent_attention(w: Writer, name: str) -> None:
     heads, latent, rope = w.size("num_attention_heads"), w.size("kv_lora_rank"), w.size("qk_rope_head_dim")
     nope, value, query = w.size("qk_nope_head_dim"), w.size("v_head_dim"), w.size("q_lora_rank", 0)
     if query:
@@ -166,12 +170,12 @@ def _latent_attention(w: _Writer, name: str) -> None:
         w.plain(f"{index}.weights_proj.weight", w.size("index_n_heads"), w.hidden)
 
 
-def _experts(w: _Writer, name: str, size: int, **projections: str) -> None:
+def routed_experts(w: Writer, name: str, size: int, **projections: str) -> None:
     for expert in range(w.num_experts):
         w.mlp(f"{name}.{expert}", size, **projections)
 
 
-def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) -> None:
+def shared_and_routed(w: Writer, name: str, routed: bool, correction: bool) -> None:
     """As in DeepSeek and GLM: a dense MLP, or routed and shared experts."""
     if not routed:
         return w.mlp(name, w.size("intermediate_size"))
@@ -181,52 +185,52 @@ def _shared_and_routed(w: _Writer, name: str, routed: bool, correction: bool) ->
         w.plain(f"{name}.gate.e_score_correction_bias", w.num_experts, dtype="F32")
     if w.size("n_shared_experts", 0):
         w.mlp(f"{name}.shared_experts", w.size("n_shared_experts") * size)
-    _experts(w, f"{name}.experts", size)
+    routed_experts(w, f"{name}.experts", size)
 
 
-def _deepseek(w: _Writer, name: str, routed: bool) -> None:
-    _latent_attention(w, f"{name}.self_attn")
-    _shared_and_routed(w, f"{name}.mlp", routed, correction=w.config.get("topk_method") == "noaux_tc")
+def _deepseek(w: Writer, name: str, routed: bool) -> None:
+    latent_attention(w, f"{name}.self_attn")
+    shared_and_routed(w, f"{name}.mlp", routed, correction=w.config.get("topk_method") == "noaux_tc")
 
 
-def _glm4(w: _Writer, name: str, routed: bool) -> None:
-    head = _grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
+def _glm4(w: Writer, name: str, routed: bool) -> None:
+    head = grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
     if w.config.get("use_qk_norm"):
         w.plain(f"{name}.self_attn.q_norm.weight", head)
         w.plain(f"{name}.self_attn.k_norm.weight", head)
-    _shared_and_routed(w, f"{name}.mlp", routed, correction=True)
+    shared_and_routed(w, f"{name}.mlp", routed, correction=True)
 
 
-def _qwen3(w: _Writer, name: str, routed: bool) -> None:
+def _qwen3(w: Writer, name: str, routed: bool) -> None:
     bias = bool(w.config.get("attention_bias"))
-    head = _grouped_attention(w, f"{name}.self_attn", bias, bias)
+    head = grouped_attention(w, f"{name}.self_attn", bias, bias)
     w.plain(f"{name}.self_attn.q_norm.weight", head)
     w.plain(f"{name}.self_attn.k_norm.weight", head)
     if not routed:
         return w.mlp(f"{name}.mlp", w.size("intermediate_size"))
     w.plain(f"{name}.mlp.gate.weight", w.num_experts, w.hidden)
-    _experts(w, f"{name}.mlp.experts", w.size("moe_intermediate_size"))
+    routed_experts(w, f"{name}.mlp.experts", w.size("moe_intermediate_size"))
 
 
-def _mixtral(w: _Writer, name: str, routed: bool) -> None:
-    _grouped_attention(w, f"{name}.self_attn", bias=False)
+def _mixtral(w: Writer, name: str, routed: bool) -> None:
+    grouped_attention(w, f"{name}.self_attn", bias=False)
     w.plain(f"{name}.block_sparse_moe.gate.weight", w.num_experts, w.hidden)
-    _experts(w, f"{name}.block_sparse_moe.experts", w.size("intermediate_size"), gate="w1", down="w2", up="w3")
+    routed_experts(w, f"{name}.block_sparse_moe.experts", w.size("intermediate_size"), gate="w1", down="w2", up="w3")
 
 
-def _olmoe(w: _Writer, name: str, routed: bool) -> None:
-    head = _grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
+def _olmoe(w: Writer, name: str, routed: bool) -> None:
+    head = grouped_attention(w, f"{name}.self_attn", bias=bool(w.config.get("attention_bias")))
     heads = w.size("num_attention_heads")
     w.plain(f"{name}.self_attn.q_norm.weight", heads * head)
     w.plain(f"{name}.self_attn.k_norm.weight", w.size("num_key_value_heads", heads) * head)
     w.plain(f"{name}.mlp.gate.weight", w.num_experts, w.hidden)
-    _experts(w, f"{name}.mlp.experts", w.size("intermediate_size"))
+    routed_experts(w, f"{name}.mlp.experts", w.size("intermediate_size"))
 
 
-def _gpt_oss(w: _Writer, name: str, routed: bool) -> None:
+def _gpt_oss(w: Writer, name: str, routed: bool) -> None:
     """The experts of a layer are stacked in one tensor for each part, gate and up interleaved, with biases."""
     bias = bool(w.config.get("attention_bias"))
-    _grouped_attention(w, f"{name}.self_attn", bias, bias)
+    grouped_attention(w, f"{name}.self_attn", bias, bias)
     w.plain(f"{name}.self_attn.sinks", w.size("num_attention_heads"))
     experts, size = w.num_experts, w.size("intermediate_size")
     w.plain(f"{name}.mlp.router.weight", experts, w.hidden)
@@ -242,7 +246,7 @@ def _gpt_oss(w: _Writer, name: str, routed: bool) -> None:
         w.plain(f"{tensor}_bias", experts, out)
 
 
-FAMILIES: dict[Any, Callable[[_Writer, str, bool], None]] = {
+FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"), _deepseek),
     "glm4_moe": _glm4,
     "qwen3_moe": _qwen3,

@@ -28,6 +28,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from scripts.config_tensors import Writer, grouped_attention, latent_attention, routed_experts, shared_and_routed, tensors_of
+from sglang_uvm_offload.plan.safetensors_header import TensorInfo
+
 # Byte-level vocabulary: the end token, 256 bytes, the roles of the chat template, and padding up to a multiple of 64.
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -50,6 +53,12 @@ HOT_CORRECTION = 0.6  # added to a sigmoid's score
 HOT_BIAS = 3.0  # added to a logit
 HOT_CHANNEL = 1.2  # times channel 0, which is CONSTANT in every token's embedding and 2 to 5 after a layer's norm
 CONSTANT = 6.0
+
+REPEATED = {
+    ".embed_tokens.weight": "model.embed_tokens.weight",
+    ".shared_head.head.weight": "lm_head.weight",
+}
+"""What a draft layer repeats of the model, as in real checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +102,32 @@ class Weights:
         size = size or self.shape.hidden
         self.add(f"{name}.weight", 1 + self.random(f"{name}.weight", size, std=0.1))
 
+    def draw(self, info: TensorInfo, biased: bool) -> None:
+        """The tensor of a model. ``biased``: it is a router's, which has a bias or a correction too."""
+        name, size = info.name, info.shape
+        module, _, part = name.rpartition(".")
+        if name == "model.embed_tokens.weight":
+            self.embedding(module)
+        elif name == "lm_head.weight":
+            self.head(module)
+        elif name.endswith(".eh_proj.weight"):
+            # Leaning on the newest token, so that the drafts of random weights are sometimes right.
+            lean = self.random(name, *size, std=0.1 / math.sqrt(size[0]))
+            lean[:, : size[0]] += torch.eye(size[0])
+            self.add(name, lean)
+        elif repeated := next((of for end, of in REPEATED.items() if name.endswith(end)), None):
+            self.tensors[name] = self.tensors[repeated].clone()
+        elif module.endswith((".gate", ".mlp.router")):
+            self.router(name, size, biased)
+        elif part == "weight" and len(size) == 1:
+            self.norm(module, size[0])
+        elif part.endswith("bias"):
+            self.add(name, self.random(name, *size, std=0.1))
+        elif len(size) > 1 and ".embedders." not in name:  # stacked experts have inputs before outputs
+            self.add(name, self.random(name, *size, std=1 / math.sqrt(size[1])))
+        else:
+            self.add(name, self.random(name, *size))
+
     def embedding(self, name: str) -> None:
         table = self.random(name, VOCAB, self.shape.hidden)
         if self.hot:
@@ -109,31 +144,21 @@ class Weights:
         table[:, 0] = 0
         self.add(f"{name}.weight", table)
 
-    def mlp(self, name: str, size: int, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> None:
-        self.linear(f"{name}.{gate}", size, self.shape.hidden)
-        self.linear(f"{name}.{up}", size, self.shape.hidden)
-        self.linear(f"{name}.{down}", self.shape.hidden, size)
-
-    def router(self, name: str, layer: int, correction: str | None = None, bias: bool = False) -> None:
-        """The gate of one layer, with its hot experts ahead by its correction, by its bias, or along channel 0."""
-        table = self.random(name, self.shape.experts, self.shape.hidden, std=1 / math.sqrt(self.shape.hidden))
-        hot = torch.zeros(self.shape.experts)
+    def router(self, name: str, size: tuple[int, ...], biased: bool) -> None:
+        """A tensor of the gate of a layer, with its hot experts ahead by its correction, by its bias, or along channel 0."""
+        module, _, part = name.rpartition(".")
+        hot = torch.zeros(size[0])
         if self.hot:
-            hot[self.hot[layer]] = 1
-            table[:, 0] = 0 if correction or bias else HOT_CHANNEL * hot
-        self.add(f"{name}.weight", table)
-        if correction:
-            noise = self.random(correction, self.shape.experts, std=0.02)
-            self.add(correction, HOT_CORRECTION * hot + noise, torch.float32)
-        if bias:
-            self.add(f"{name}.bias", HOT_BIAS * hot + self.random(f"{name}.bias", self.shape.experts, std=0.1))
-
-    def attention(self, name: str, bias: bool = False, out_bias: bool = False) -> None:
-        shape = self.shape
-        self.linear(f"{name}.q_proj", shape.heads * shape.head_dim, shape.hidden, bias)
-        self.linear(f"{name}.k_proj", shape.kv_heads * shape.head_dim, shape.hidden, bias)
-        self.linear(f"{name}.v_proj", shape.kv_heads * shape.head_dim, shape.hidden, bias)
-        self.linear(f"{name}.o_proj", shape.hidden, shape.heads * shape.head_dim, out_bias)
+            hot[self.hot[int(name.split(".")[2])]] = 1
+        if part == "e_score_correction_bias":
+            self.add(name, HOT_CORRECTION * hot + self.random(name, *size, std=0.02), torch.float32)
+        elif part == "bias":
+            self.add(name, HOT_BIAS * hot + self.random(name, *size, std=0.1))
+        else:
+            table = self.random(module, *size, std=1 / math.sqrt(self.shape.hidden))
+            if self.hot:
+                table[:, 0] = 0 if biased else HOT_CHANNEL * hot
+            self.add(name, table)
 
 
 # ---------------------------------------------------------------- families
@@ -141,19 +166,20 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one architecture is configured, and which tensors one of its layers holds."""
+    """How one architecture is configured, and its sizes unless others are asked for."""
 
-    config: Callable[[Shape], dict[str, Any]]
-    layer: Callable[[Weights, str, int], None]
+    model_type: str
+    architecture: str
+    own: Callable[[Shape], dict[str, Any]]
     shape: Shape = Shape()
-    next_token_layer: bool = False
-    own_norms: bool = False
-    """Whether ``layer`` also adds the norms before attention and before the MLP."""
-    ngrams: bool = False
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """config.json."""
+        return base_config(shape, self.architecture, self.model_type, **self.own(shape))
 
 
 def base_config(shape: Shape, architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
-    return {
+    config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": VOCAB,
@@ -173,48 +199,7 @@ def base_config(shape: Shape, architecture: str, model_type: str, **more: Any) -
         "tie_word_embeddings": False,
         **more,
     }
-
-
-def glm4_moe_config(shape: Shape) -> dict[str, Any]:
-    return base_config(
-        shape,
-        "Glm4MoeForCausalLM",
-        "glm4_moe",
-        intermediate_size=shape.dense_size,
-        moe_intermediate_size=shape.expert_size,
-        n_routed_experts=shape.experts,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=1.5,
-        attention_bias=True,
-        use_qk_norm=True,
-        partial_rotary_factor=0.5,
-        num_nextn_predict_layers=1,
-    )
-
-
-def glm4_moe_layer(weights: Weights, name: str, layer: int) -> None:
-    weights.attention(f"{name}.self_attn", bias=True)
-    weights.norm(f"{name}.self_attn.q_norm", weights.shape.head_dim)
-    weights.norm(f"{name}.self_attn.k_norm", weights.shape.head_dim)
-    mlp_after_dense(weights, f"{name}.mlp", layer, shared_experts=1, correction=True)
-
-
-def mlp_after_dense(weights: Weights, name: str, layer: int, shared_experts: int, correction: bool) -> None:
-    """GLM-4.5's and DeepSeek's: the first layer is dense, the others have shared experts in addition to routed ones."""
-    if layer == 0:
-        return weights.mlp(name, weights.shape.dense_size)
-    weights.router(f"{name}.gate", layer, f"{name}.gate.e_score_correction_bias" if correction else None)
-    weights.mlp(f"{name}.shared_experts", shared_experts * weights.shape.expert_size)
-    routed_experts(weights, f"{name}.experts")
-
-
-def routed_experts(weights: Weights, name: str, **projections: str) -> None:
-    for expert in range(weights.shape.experts):
-        weights.mlp(f"{name}.{expert}", weights.shape.expert_size, **projections)
+    return {name: value for name, value in config.items() if name != "head_dim" or value is not None}
 
 
 LATENT: dict[str, Any] = {
@@ -235,256 +220,116 @@ LATENT: dict[str, Any] = {
 """DeepSeek's attention, and LongCat's."""
 
 
-def deepseek_config(shape: Shape, version: int, **more: Any) -> dict[str, Any]:
-    config = base_config(
-        shape,
-        f"DeepseekV{version}ForCausalLM",
-        f"deepseek_v{version}",
-        intermediate_size=shape.dense_size,
-        moe_intermediate_size=shape.expert_size,
-        n_routed_experts=shape.experts,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        num_key_value_heads=shape.heads,
-        **LATENT,
-        **more,
-    )
-    del config["head_dim"]
-    return config
+def mixture(shape: Shape) -> dict[str, Any]:
+    """The sizes by the names of GLM-4.5 and DeepSeek."""
+    return {
+        "intermediate_size": shape.dense_size,
+        "moe_intermediate_size": shape.expert_size,
+        "n_routed_experts": shape.experts,
+        "first_k_dense_replace": 1,
+    }
 
 
-def deepseek_v2_config(shape: Shape) -> dict[str, Any]:
-    return deepseek_config(
-        shape,
-        2,
-        q_lora_rank=None,
-        n_shared_experts=2,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        scoring_func="softmax",
-        norm_topk_prob=False,
-        routed_scaling_factor=1.0,
-    )
+def latent(shape: Shape) -> dict[str, Any]:
+    return {"num_key_value_heads": shape.heads, "head_dim": None, **LATENT}
 
 
-def deepseek_v3_config(shape: Shape) -> dict[str, Any]:
-    return deepseek_config(
-        shape,
-        3,
-        q_lora_rank=64,
-        n_shared_experts=1,
-        n_group=4,
-        topk_group=2,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=1,
-    )
+def glm4_moe(shape: Shape) -> dict[str, Any]:
+    routing = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    attention = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5}
+    return {**mixture(shape), **routing, **attention, "num_nextn_predict_layers": 1}
 
 
-def latent_attention(weights: Weights, name: str, config: dict[str, Any]) -> None:
-    hidden, heads = weights.shape.hidden, weights.shape.heads
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    latent, query_latent = config["kv_lora_rank"], config["q_lora_rank"]
-    if query_latent:
-        weights.linear(f"{name}.q_a_proj", query_latent, hidden)
-        weights.norm(f"{name}.q_a_layernorm", query_latent)
-        weights.linear(f"{name}.q_b_proj", heads * (nope + rope), query_latent)
-    else:
-        weights.linear(f"{name}.q_proj", heads * (nope + rope), hidden)
-    weights.linear(f"{name}.kv_a_proj_with_mqa", latent + rope, hidden)
-    weights.norm(f"{name}.kv_a_layernorm", latent)
-    weights.linear(f"{name}.kv_b_proj", heads * (nope + value), latent)
-    weights.linear(f"{name}.o_proj", hidden, heads * value)
+def deepseek_v2(shape: Shape) -> dict[str, Any]:
+    routing = {"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax"}
+    routing |= {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "moe_layer_freq": 1}
+    return {**mixture(shape), **latent(shape), **routing, "q_lora_rank": None}
 
 
-def deepseek_v2_layer(weights: Weights, name: str, layer: int) -> None:
-    latent_attention(weights, f"{name}.self_attn", deepseek_v2_config(weights.shape))
-    mlp_after_dense(weights, f"{name}.mlp", layer, shared_experts=2, correction=False)
+def deepseek_v3(shape: Shape) -> dict[str, Any]:
+    routing = {"n_shared_experts": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    routing |= {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1}
+    return {**mixture(shape), **latent(shape), **routing, "q_lora_rank": 64, "num_nextn_predict_layers": 1}
 
 
-def deepseek_v3_layer(weights: Weights, name: str, layer: int) -> None:
-    latent_attention(weights, f"{name}.self_attn", deepseek_v3_config(weights.shape))
-    mlp_after_dense(weights, f"{name}.mlp", layer, shared_experts=1, correction=True)
+def qwen3_moe(shape: Shape) -> dict[str, Any]:
+    sizes = {"intermediate_size": shape.dense_size, "moe_intermediate_size": shape.expert_size, "num_experts": shape.experts}
+    return {**sizes, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "attention_bias": False}
 
 
-def qwen3_moe_config(shape: Shape) -> dict[str, Any]:
-    return base_config(
-        shape,
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        intermediate_size=shape.dense_size,
-        moe_intermediate_size=shape.expert_size,
-        num_experts=shape.experts,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        norm_topk_prob=True,
-        attention_bias=False,
-    )
+def mixtral(shape: Shape) -> dict[str, Any]:
+    return {"intermediate_size": shape.expert_size, "num_local_experts": shape.experts, "sliding_window": None}
 
 
-def qwen3_moe_layer(weights: Weights, name: str, layer: int) -> None:
-    weights.attention(f"{name}.self_attn")
-    weights.norm(f"{name}.self_attn.q_norm", weights.shape.head_dim)
-    weights.norm(f"{name}.self_attn.k_norm", weights.shape.head_dim)
-    weights.router(f"{name}.mlp.gate", layer)
-    routed_experts(weights, f"{name}.mlp.experts")
+def olmoe(shape: Shape) -> dict[str, Any]:
+    sizes = {"intermediate_size": shape.expert_size, "num_experts": shape.experts}
+    return {**sizes, "norm_topk_prob": False, "clip_qkv": None, "pad_token_id": 0}
 
 
-def mixtral_config(shape: Shape) -> dict[str, Any]:
-    return base_config(
-        shape,
-        "MixtralForCausalLM",
-        "mixtral",
-        intermediate_size=shape.expert_size,
-        num_local_experts=shape.experts,
-        sliding_window=None,
-    )
-
-
-def mixtral_layer(weights: Weights, name: str, layer: int) -> None:
-    weights.attention(f"{name}.self_attn")
-    weights.router(f"{name}.block_sparse_moe.gate", layer)
-    routed_experts(weights, f"{name}.block_sparse_moe.experts", gate="w1", down="w2", up="w3")
-
-
-def olmoe_config(shape: Shape) -> dict[str, Any]:
-    return base_config(
-        shape,
-        "OlmoeForCausalLM",
-        "olmoe",
-        intermediate_size=shape.expert_size,
-        num_experts=shape.experts,
-        norm_topk_prob=False,
-        clip_qkv=None,
-        pad_token_id=0,
-    )
-
-
-def olmoe_layer(weights: Weights, name: str, layer: int) -> None:
-    weights.attention(f"{name}.self_attn")
-    weights.norm(f"{name}.self_attn.q_norm", weights.shape.heads * weights.shape.head_dim)
-    weights.norm(f"{name}.self_attn.k_norm", weights.shape.kv_heads * weights.shape.head_dim)
-    weights.router(f"{name}.mlp.gate", layer)
-    routed_experts(weights, f"{name}.mlp.experts")
-
-
-def dots1_config(shape: Shape) -> dict[str, Any]:
+def dots1(shape: Shape) -> dict[str, Any]:
     """SGLang has no model of its own for it, and serves it over that of Transformers."""
-    return base_config(
-        shape,
-        "Dots1ForCausalLM",
-        "dots1",
-        intermediate_size=shape.dense_size,
-        moe_intermediate_size=shape.expert_size,
-        n_routed_experts=shape.experts,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=1.5,
-        sliding_window=None,
-    )
+    routing = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    return {**mixture(shape), **routing, "sliding_window": None}
 
 
-def dots1_layer(weights: Weights, name: str, layer: int) -> None:
-    weights.attention(f"{name}.self_attn")
-    weights.norm(f"{name}.self_attn.q_norm", weights.shape.head_dim)
-    weights.norm(f"{name}.self_attn.k_norm", weights.shape.head_dim)
-    mlp_after_dense(weights, f"{name}.mlp", layer, shared_experts=1, correction=True)
+def gpt_oss(shape: Shape) -> dict[str, Any]:
+    sizes = {"intermediate_size": shape.expert_size, "num_local_experts": shape.experts, "experts_per_token": shape.top_k}
+    windows = ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(shape.layers)]
+    return {**sizes, "layer_types": windows, "sliding_window": 16, "attention_bias": True, "swiglu_limit": 7.0}
 
 
-def gpt_oss_config(shape: Shape) -> dict[str, Any]:
-    return base_config(
-        shape,
-        "GptOssForCausalLM",
-        "gpt_oss",
-        intermediate_size=shape.expert_size,
-        num_local_experts=shape.experts,
-        experts_per_token=shape.top_k,
-        layer_types=["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(shape.layers)],
-        sliding_window=16,
-        attention_bias=True,
-        swiglu_limit=7.0,
-    )
-
-
-def gpt_oss_layer(weights: Weights, name: str, layer: int) -> None:
-    """The experts of a layer are four stacked tensors, gate and up interleaved, all with biases."""
-    shape = weights.shape
-    weights.attention(f"{name}.self_attn", bias=True, out_bias=True)
-    weights.add(f"{name}.self_attn.sinks", weights.random(f"{name}.self_attn.sinks", shape.heads))
-    weights.router(f"{name}.mlp.router", layer, bias=True)
-    for part, out, into in (
-        ("gate_up_proj", 2 * shape.expert_size, shape.hidden),
-        ("down_proj", shape.hidden, shape.expert_size),
-    ):
-        tensor = f"{name}.mlp.experts.{part}"
-        weights.add(tensor, weights.random(tensor, shape.experts, into, out, std=1 / math.sqrt(into)))
-        weights.add(f"{tensor}_bias", weights.random(f"{tensor}_bias", shape.experts, out, std=0.1))
-
-
-def longcat_flash_config(shape: Shape) -> dict[str, Any]:
+def longcat_flash(shape: Shape) -> dict[str, Any]:
     """With the n-gram embedding of LongCat-Flash-Lite, and experts that compute nothing."""
-    config = base_config(
-        shape,
-        "LongcatFlashForCausalLM",
-        "longcat_flash",
-        num_layers=shape.layers,
-        ffn_hidden_size=shape.dense_size,
-        expert_ffn_hidden_size=shape.expert_size,
-        n_routed_experts=shape.experts,
-        moe_topk=shape.top_k,
-        zero_expert_num=ZERO_EXPERTS,
-        zero_expert_type="identity",
-        routed_scaling_factor=2.0,
-        q_lora_rank=64,
-        ngram_vocab_size_ratio=4,
-        emb_neighbor_num=NGRAM_TOKENS,
-        emb_split_num=NGRAM_TABLES,
-        num_key_value_heads=shape.heads,
-        **LATENT,
-    )
-    del config["head_dim"]
-    return config
+    sizes = {"num_layers": shape.layers, "ffn_hidden_size": shape.dense_size, "expert_ffn_hidden_size": shape.expert_size}
+    sizes |= {"n_routed_experts": shape.experts, "moe_topk": shape.top_k, "q_lora_rank": 64}
+    routing = {"zero_expert_num": ZERO_EXPERTS, "zero_expert_type": "identity", "routed_scaling_factor": 2.0}
+    ngrams = {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": NGRAM_TOKENS, "emb_split_num": NGRAM_TABLES}
+    return {**latent(shape), **sizes, **routing, **ngrams}
 
 
-def longcat_flash_layer(weights: Weights, name: str, layer: int) -> None:
-    """Attention and a dense MLP twice, and experts beside them."""
+def dots1_layer(w: Writer, name: str, routed: bool) -> None:
+    head = grouped_attention(w, f"{name}.self_attn", bias=False)
+    for norm in ("q_norm", "k_norm"):
+        w.plain(f"{name}.self_attn.{norm}.weight", head)
+    shared_and_routed(w, f"{name}.mlp", routed, correction=True)
+
+
+def longcat_flash_layer(w: Writer, name: str, routed: bool) -> None:
+    """Attention and a dense MLP twice, with norms, and experts beside them. Beside the first layer, the n-gram embedding."""
     for half in range(2):
-        latent_attention(weights, f"{name}.self_attn.{half}", longcat_flash_config(weights.shape))
-        weights.mlp(f"{name}.mlps.{half}", weights.shape.dense_size)
+        latent_attention(w, f"{name}.self_attn.{half}")
+        w.mlp(f"{name}.mlps.{half}", w.size("ffn_hidden_size"))
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights.norm(f"{name}.{norm}.{half}")
-    router, rows = f"{name}.mlp.router", weights.shape.experts + ZERO_EXPERTS
-    weights.linear(f"{router}.classifier", rows, weights.shape.hidden)
-    weights.add(f"{router}.e_score_correction_bias", weights.random(f"{router}.bias", rows, std=0.02), torch.float32)
-    routed_experts(weights, f"{name}.mlp.experts")
+            w.plain(f"{name}.{norm}.{half}.weight", w.hidden)
+    rows = w.num_experts + w.size("zero_expert_num")
+    w.plain(f"{name}.mlp.router.classifier.weight", rows, w.hidden)
+    w.plain(f"{name}.mlp.router.e_score_correction_bias", rows, dtype="F32")
+    routed_experts(w, f"{name}.mlp.experts", w.size("expert_ffn_hidden_size"))
 
 
-def ngram_embeddings(weights: Weights, name: str) -> None:
+def ngram_embeddings(config: dict[str, Any]) -> list[TensorInfo]:
     """A table for each number of tokens from two on and each hash, of a few more rows than the last one, and its projection."""
-    tables = (NGRAM_TOKENS - 1) * NGRAM_TABLES
-    width, rows = weights.shape.hidden // tables, 4 * VOCAB
+    tables, name = (NGRAM_TOKENS - 1) * NGRAM_TABLES, "model.ngram_embeddings"
+    hidden, rows = config["hidden_size"], config["ngram_vocab_size_ratio"] * VOCAB
+    infos = []
     for table in range(tables):
-        weights.add(f"{name}.embedders.{table}.weight", weights.random(f"{name}.{table}", rows + 2 * table + 1, width))
-        weights.linear(f"{name}.post_projs.{table}", weights.shape.hidden, width)
+        infos.append(TensorInfo(f"{name}.embedders.{table}.weight", "BF16", (rows + 2 * table + 1, hidden // tables)))
+        infos.append(TensorInfo(f"{name}.post_projs.{table}.weight", "BF16", (hidden, hidden // tables)))
+    return infos
 
 
-FAMILIES: dict[str, Family] = {
-    "glm4_moe": Family(glm4_moe_config, glm4_moe_layer, next_token_layer=True),
-    "qwen3_moe": Family(qwen3_moe_config, qwen3_moe_layer),
-    "deepseek_v2": Family(deepseek_v2_config, deepseek_v2_layer),
-    "deepseek_v3": Family(deepseek_v3_config, deepseek_v3_layer, next_token_layer=True),
-    "mixtral": Family(mixtral_config, mixtral_layer, Shape(experts=8, top_k=2)),
-    "olmoe": Family(olmoe_config, olmoe_layer, Shape(kv_heads=4)),
-    "dots1": Family(dots1_config, dots1_layer),
-    "gpt_oss": Family(gpt_oss_config, gpt_oss_layer, Shape(experts=8, top_k=2)),
-    "longcat_flash": Family(longcat_flash_config, longcat_flash_layer, own_norms=True, ngrams=True),
-}
+_ALL = (
+    Family("glm4_moe", "Glm4MoeForCausalLM", glm4_moe),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_v2),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3),
+    Family("mixtral", "MixtralForCausalLM", mixtral, Shape(experts=8, top_k=2)),
+    Family("olmoe", "OlmoeForCausalLM", olmoe, Shape(kv_heads=4)),
+    Family("dots1", "Dots1ForCausalLM", dots1),
+    Family("gpt_oss", "GptOssForCausalLM", gpt_oss, Shape(experts=8, top_k=2)),
+    Family("longcat_flash", "LongcatFlashForCausalLM", longcat_flash),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 # One byte or less a weight: larger experts, so that a slice of one still reaches 64 KiB.
 SHAPE_OF_QUANT = {
@@ -495,41 +340,15 @@ SHAPE_OF_QUANT = {
 
 
 def model_weights(
-    family: str, shape: Shape, dtype: torch.dtype, seed: int, hot: list[list[int]] | None
+    config: dict[str, Any], shape: Shape, dtype: torch.dtype, seed: int, hot: list[list[int]] | None
 ) -> dict[str, torch.Tensor]:
     weights = Weights(shape, dtype, seed, hot)
-    weights.embedding("model.embed_tokens")
-    if FAMILIES[family].ngrams:
-        ngram_embeddings(weights, "model.ngram_embeddings")
-    for layer in range(shape.layers):
-        decoder_layer(weights, family, f"model.layers.{layer}", layer)
-    weights.norm("model.norm")
-    weights.head("lm_head")
-    if FAMILIES[family].next_token_layer:
-        next_token_layer(weights, family, f"model.layers.{shape.layers}")
+    infos = tensors_of(config, {"dots1": dots1_layer, "longcat_flash": longcat_flash_layer})
+    infos += ngram_embeddings(config) if "ngram_vocab_size_ratio" in config else []
+    biased = {info.name.rpartition(".")[0] for info in infos if info.name.endswith("bias")}
+    for info in infos:
+        weights.draw(info, info.name.rpartition(".")[0] in biased)
     return weights.tensors
-
-
-def decoder_layer(weights: Weights, family: str, name: str, layer: int) -> None:
-    if not FAMILIES[family].own_norms:
-        weights.norm(f"{name}.input_layernorm")
-        weights.norm(f"{name}.post_attention_layernorm")
-    FAMILIES[family].layer(weights, name, layer)
-
-
-def next_token_layer(weights: Weights, family: str, name: str) -> None:
-    """The layer that drafts for NEXTN speculation. Its embedding and head repeat the model's, as in real checkpoints."""
-    hidden = weights.shape.hidden
-    decoder_layer(weights, family, name, weights.shape.layers)
-    weights.norm(f"{name}.enorm")
-    weights.norm(f"{name}.hnorm")
-    # Leaning on the newest token, so that the drafts of random weights are sometimes right.
-    lean = weights.random(f"{name}.eh_proj.weight", hidden, 2 * hidden, std=0.1 / math.sqrt(hidden))
-    lean[:, :hidden] += torch.eye(hidden)
-    weights.add(f"{name}.eh_proj.weight", lean)
-    weights.norm(f"{name}.shared_head.norm")
-    weights.tensors[f"{name}.embed_tokens.weight"] = weights.tensors["model.embed_tokens.weight"].clone()
-    weights.tensors[f"{name}.shared_head.head.weight"] = weights.tensors["lm_head.weight"].clone()
 
 
 # ---------------------------------------------------------------- quantised experts
@@ -683,8 +502,8 @@ def make_checkpoint(
     if quant and family != "qwen3_moe":
         raise ValueError("quantised experts are written for qwen3_moe only")
     shape = dataclasses.replace(SHAPE_OF_QUANT[quant] if quant else FAMILIES[family].shape, **sizes)
-    tensors = model_weights(family, shape, getattr(torch, dtype), seed, hot_by_layer(hot, shape.layers, shape.experts))
     config = FAMILIES[family].config(shape) | {"torch_dtype": dtype}
+    tensors = model_weights(config, shape, getattr(torch, dtype), seed, hot_by_layer(hot, shape.layers, shape.experts))
     if quant:
         tensors = quantise_experts(tensors, quant)
         config["quantization_config"] = quantization_config(quant, shape.layers)

@@ -18,8 +18,7 @@ AUXILIARY = 3
 def eagle(folder: Path, dtype: str = "float32") -> Path:
     """A draft that leans on the newest token, and takes embedding and head from its target."""
     weights = Weights(SHAPE, getattr(torch, dtype), seed=5, hot=None)
-    weights.attention("layers.0.self_attn")
-    weights.mlp("layers.0.mlp", SHAPE.dense_size)
+    _layer(weights, "layers.0", SHAPE.hidden)
     weights.norm("layers.0.post_attention_layernorm")
     weights.linear("fc", SHAPE.hidden, 2 * SHAPE.hidden, bias=True, gain=0.1)
     weights.tensors["fc.weight"][:, : SHAPE.hidden] += torch.eye(SHAPE.hidden)
@@ -29,17 +28,24 @@ def eagle(folder: Path, dtype: str = "float32") -> Path:
 def eagle3(folder: Path, target: Path, dtype: str = "float32") -> Path:
     """A draft with a head of its own, which is that of the checkpoint ``target``."""
     weights = Weights(SHAPE, getattr(torch, dtype), seed=6, hot=None)
-    weights.linear("midlayer.self_attn.q_proj", SHAPE.heads * SHAPE.head_dim, 2 * SHAPE.hidden)
-    weights.linear("midlayer.self_attn.k_proj", SHAPE.kv_heads * SHAPE.head_dim, 2 * SHAPE.hidden)
-    weights.linear("midlayer.self_attn.v_proj", SHAPE.kv_heads * SHAPE.head_dim, 2 * SHAPE.hidden)
-    weights.linear("midlayer.self_attn.o_proj", SHAPE.hidden, SHAPE.heads * SHAPE.head_dim)
-    weights.mlp("midlayer.mlp", SHAPE.dense_size)
+    _layer(weights, "midlayer", 2 * SHAPE.hidden)
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights.norm(f"midlayer.{name}")
     weights.norm("norm")
     weights.linear("fc", SHAPE.hidden, AUXILIARY * SHAPE.hidden)
     weights.add("lm_head.weight", load_file(target / "model.safetensors")["lm_head.weight"])
     return _written(weights, folder, "LlamaForCausalLMEagle3", torch_dtype=dtype, draft_vocab_size=VOCAB)
+
+
+def _layer(weights: Weights, name: str, into: int) -> None:
+    """Attention over ``into`` inputs, and an MLP."""
+    heads, kv_heads = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
+    for part, out in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        weights.linear(f"{name}.self_attn.{part}_proj", out, into)
+    weights.linear(f"{name}.self_attn.o_proj", SHAPE.hidden, heads)
+    for part in ("gate", "up"):
+        weights.linear(f"{name}.mlp.{part}_proj", SHAPE.dense_size, SHAPE.hidden)
+    weights.linear(f"{name}.mlp.down_proj", SHAPE.hidden, SHAPE.dense_size)
 
 
 def _written(weights: Weights, folder: Path, architecture: str, **more: object) -> Path:
