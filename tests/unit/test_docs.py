@@ -63,9 +63,7 @@ RUN_BY = {
     **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
     "sglang-uvm-offload run": "engine/test_plugin_doors.py",
     "scripts/gpu_session.sh": "compiled/test_gpu_session.py",
-    **dict.fromkeys(
-        ("python -m benchmarks.accuracy", "python -m benchmarks.lm_eval_results", "lm_eval run"), "engine/test_accuracy.py"
-    ),
+    **dict.fromkeys(("python -m benchmarks.lm_eval_results", "lm_eval run"), "unit/test_lm_eval_results.py"),
 }
 """The tests that run each kind of command."""
 NOT_RUN = {"llama-server": "another project's, shown to compare its flags"}
