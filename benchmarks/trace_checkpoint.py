@@ -83,11 +83,6 @@ MODELS = {
         Shape(48, hidden=2048, experts=128, top_k=8, expert_size=768, heads=32, kv_heads=4, head_dim=128, dense_size=6144),
         {**LONG, "rope_theta": 1e6},
     ),
-    "glm-4.5-air": Model(
-        "glm4_moe",
-        Shape(46, hidden=4096, experts=128, top_k=8, expert_size=1408, heads=96, kv_heads=8, head_dim=128, dense_size=10944),
-        {**LONG, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0},
-    ),
     "deepseek-v3": Model(
         "deepseek_v3",
         Shape(61, hidden=7168, experts=256, top_k=8, expert_size=2048 // 8, heads=128 // 8, dense_size=18432 // 8),
@@ -164,35 +159,14 @@ def check_layers(model: Model) -> None:
         raise Refused(f"--layers {model.shape.layers}: at least {least} are needed, so that one has experts")
 
 
-def sizes(model: Model, vocabulary: int, quant: str | None) -> tuple[int, int]:
-    """The bytes of the model with one layer of experts, and of each further layer."""
-    one, two = (
-        sum(info.nbytes for info in tensors_of(of_layers(model, dense_layers(model) + more).configured(vocabulary, quant)))
-        for more in (1, 2)
-    )
-    return one, two - one
-
-
-def of_layers(model: Model, layers: int) -> Model:
-    return dataclasses.replace(model, shape=dataclasses.replace(model.shape, layers=layers))
-
-
 def check_bytes(model: Model, vocabulary: int, quant: str | None, free: int) -> None:
-    """Refuse what is larger than MAX_BYTES or than the ``free`` bytes of the disk, with what would fit."""
-    room, least = min(MAX_BYTES, free), dense_layers(model) + 1
-    one, each = sizes(model, vocabulary, quant)
-    needed = one + each * (model.shape.layers - least)
-    if needed <= room:
-        return
-    where = "a checkpoint may have" if room == MAX_BYTES else "the disk has free"
-    advice = "not even one layer of experts fits"
-    if one <= room:
-        fitting = (room - one) // each
-        advice = f"--layers {fitting + least} would fit ({(one + each * fitting) / 1e9:.1f} GB)"
-    if not quant:
-        one, each = sizes(model, vocabulary, "fp8")
-        advice += f"; with --quant fp8 it would be {(one + each * (model.shape.layers - least)) / 1e9:.1f} GB"
-    raise Refused(f"the checkpoint would have {needed / 1e9:.1f} GB, more than the {room / 1e9:.1f} GB that {where}: {advice}")
+    """Refuse what is larger than MAX_BYTES or than the ``free`` bytes of the disk."""
+    needed, room = sum(info.nbytes for info in tensors_of(model.configured(vocabulary, quant))), min(MAX_BYTES, free)
+    if needed > room:
+        where = "a checkpoint may have" if room == MAX_BYTES else "the disk has free"
+        raise Refused(
+            f"the checkpoint would have {needed / 1e9:.1f} GB, more than the {room / 1e9:.1f} GB that {where}: lower --layers"
+        )
 
 
 def write(
