@@ -1,24 +1,20 @@
 """The planner's cost model against a run of ``serve.py``: predicted and measured time over the resident server's.
 
-    python -m benchmarks.model RUN [--rates SECTION.json ...] [--out FOLDER]
+    python -m benchmarks.model RUN [--out FOLDER]
 
-RUN is a run's folder or a section of a GPU session. The rates of the link are those that it or the other
-sections next to it measured, or those of a session on the same machine. ``plan.speed``
+RUN is a run's folder, or the JSON of a section of a GPU session, with the rates of the link that it measured. ``plan.speed``
 predicts each figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server
 had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
 resident server what was measured, so only the cost of offloading is judged.
 
-Each figure takes the hit rate that its server counted meanwhile. Older runs did not: there decode takes that of batch 1, where
-each expert read is one use, and prompts that of all traffic. Rates that nothing measured are the planner's assumptions. Where
-other bytes crossed the link than predicted, the difference that they make is blamed on *bytes over the link*, and the rest on a
-rate that was assumed, or on what is *not in the model*. The table also goes to model.log, with model.json beside it.
+Each figure takes the hit rate that its server counted meanwhile. Rates that nothing measured are the planner's assumptions.
+The table also goes to model.log, with model.json beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,10 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import serve_report
-from benchmarks.link_rates import Rates, beside, rates_of, section
+from benchmarks.link_rates import Rates, rates_of
 from benchmarks.serve_report import Record, Row
 from sglang_uvm_offload.plan.case import Case
-from sglang_uvm_offload.plan.engine_shape import shape_of, shape_of_config
+from sglang_uvm_offload.plan.engine_shape import shape_of_config
 from sglang_uvm_offload.plan.gpus import GPUS
 from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
 from sglang_uvm_offload.plan.machine import Machine
@@ -134,21 +130,10 @@ class Figure:
         return speed.decode_step_s if self.decoding else self.size / speed.prefill_tokens_s
 
     def way(self, speed: Speed) -> str:
-        """How offloaded experts come: a key of ``RATE_OF``."""
+        """How offloaded experts come."""
         if self.decoding:
             return "slots" if self.served.slots else "in place"
         return "streamed" if speed.streamed else "in place"
-
-    def crossing_bytes(self, speed: Speed) -> float | None:
-        """That cross the link, as servers count them; None where some cross again and again, and are counted once."""
-        if self.decoding:
-            return speed.missed_bytes
-        chunks = -(-self.size // self.served.chunk)
-        offloaded = 1 - self.served.rows / self.model.num_experts
-        return chunks * offloaded * self.model.expert_bytes if speed.streamed else None
-
-
-RATE_OF = {"in place": "read", "streamed": "copy", "slots": "copy"}
 
 
 @dataclass(frozen=True)
@@ -162,23 +147,10 @@ class Compared:
     resident: float
     measured: float
     predicted: float
-    as_counted: float | None
-    """Predicted if as many bytes crossed the link as the server counted; None where it counts none that compare."""
-    rates: Rates
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-    def terms(self) -> dict[str, float]:
-        """Seconds by which each term is off: predicted less measured. Their sum is the whole difference."""
-        found = {} if self.as_counted is None else {"bytes over the link": self.predicted - self.as_counted}
-        rate = RATE_OF[self.way]
-        rest = f"{rate} rate" if rate in self.rates.assumed else "not in the model"
-        return {**found, rest: self.predicted - self.measured - sum(found.values())}
-
-    def worst(self) -> str:
-        return max(self.terms().items(), key=lambda term: abs(term[1]))[0]
 
 
 def compare(record: Record, model: ModelShape, rates: Rates, machine: Machine) -> list[Compared]:
@@ -192,7 +164,7 @@ def compare(record: Record, model: ModelShape, rates: Rates, machine: Machine) -
                 resident = serve_report.samples(record, serve_report.RESIDENT, kind, size)
                 measured = serve_report.samples(record, cell, kind, size)
                 if served and resident and measured:
-                    hit_rate = hit_rate_of(record, cell, kind, size, model)
+                    hit_rate = hit_rate_of(record, cell, kind, size)
                     figure, median = Figure(kind, size, context, served, hit_rate, model), statistics.median
                     found.append(one(record, cell, figure, median(resident), median(measured), rates, machine))
     return found
@@ -209,26 +181,16 @@ def one(
 ) -> Compared:
     machine, assumed = figure.as_resident(resident, rates, machine)
     speed = figure.predict(rates, machine, assumed)
-    read, moved = (counted(record, cell, figure.kind, figure.size, f"{name}_bytes") for name in ("read", "moved"))
-    moving = (moved or 0.0) / (rates.link * GIGA)
-    crossing, as_counted = figure.crossing_bytes(speed), None
-    if crossing and read is not None:
-        # These bytes at other rates take as long as the counted ones at the true rates.
-        times = crossing / read if read > 0 else math.inf
-        others = replace(rates, read=rates.read * times, copy=rates.copy * times)
-        as_counted = figure.seconds(figure.predict(others, machine, assumed)) + moving
+    moving = (counted(record, cell, figure.kind, figure.size, "moved_bytes") or 0.0) / (rates.link * GIGA)
     predicted = figure.seconds(speed) + moving
-    return Compared(cell, figure.kind, figure.size, figure.way(speed), resident, measured, predicted, as_counted, rates)
+    return Compared(cell, figure.kind, figure.size, figure.way(speed), resident, measured, predicted)
 
 
-def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int, model: ModelShape) -> float:
-    """The share of a figure's routed tokens that residents and slots served."""
+def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int) -> float:
+    """The share of a figure's routed tokens that residents and slots served, else that of all traffic."""
     routed, resident = (counted(record, cell, kind, size, name) for name in ("routed", "routed_resident"))
     if routed and resident is not None:
         return resident / routed
-    single = counted(record, cell, "decode", 1, "read_bytes") if kind == "decode" else None
-    if single is not None:
-        return 1 - single * model.num_experts / (model.top_k * model.expert_bytes)
     overall = serve_report.middle(
         row["offload"]["hit_rate"] for row in serve_report.rows_of(record, cell) if row.get("offload")
     )
@@ -271,46 +233,27 @@ def machine_of(record: Record) -> Machine:
 # ---- output ----
 
 
-def lines(compared: Sequence[Compared]) -> list[str]:
-    """A line a figure, then the verdict: within 10 %, or the term that is off most."""
-    head = f"{'contender':24}{'figure':16}{'':10}{'measured':>10}{'predicted':>11}{'off':>8}  the term that is off most"
-    found = [str(compared[0].rates), head]
+def lines(compared: Sequence[Compared], rates: Rates) -> list[str]:
+    """A line a figure, then how many are within 10 %."""
+    head = f"{'contender':24}{'figure':16}{'':10}{'measured':>10}{'predicted':>11}{'off':>8}"
+    found = [str(rates), head]
     for each in compared:
         ratios = f"{each.measured / each.resident:10.3f}{each.predicted / each.resident:11.3f}{each.error:8.1%}"
-        found.append(
-            f"{serve_report.cell_name(each.cell):24}{f'{each.kind} {each.size}':16}{each.way:10}{ratios}  {each.worst()}"
-        )
-    off = [each for each in compared if abs(each.error) > WITHIN]
-    if not off:
-        return [*found, f"every one of {len(compared)} figures is within {WITHIN:.0%}"]
-    blamed: dict[str, float] = {}
-    for each in off:
-        for name, seconds in each.terms().items():
-            blamed[name] = blamed.get(name, 0) + abs(seconds) / each.measured
-    worst = max(blamed, key=lambda name: blamed[name])
-    return [*found, f"{len(off)} of {len(compared)} figures are off by more than {WITHIN:.0%}; worst term: {worst}"]
+        found.append(f"{serve_report.cell_name(each.cell):24}{f'{each.kind} {each.size}':16}{each.way:10}{ratios}")
+    off = sum(abs(each.error) > WITHIN for each in compared)
+    return [*found, f"{off} of {len(compared)} figures are off by more than {WITHIN:.0%}"]
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument(
-        "--model", type=Path, help="the checkpoint that was served (its folder or config.json), if not of the run"
-    )
-    parser.add_argument(
-        "--rates", type=Path, nargs="*", help="sections that measured the link; default: RUN and those beside it"
-    )
     parser.add_argument("--out", type=Path, help="folder for model.log and model.json; default: beside the run")
     wanted = parser.parse_args(arguments)
     try:
         record = serve_report.load(wanted.run)
         machine = machine_of(record)
-        config = record["model"].get("config")
-        if not wanted.model and not config:
-            parser.error("--model: the run does not hold its checkpoint's config; give its folder or config.json")
-        model = shape_of(wanted.model) if wanted.model else shape_of_config(record["model"]["name"], config)
-        given = beside(wanted.run) if wanted.rates is None else wanted.rates
-        rates = rates_of([section(path) for path in given], machine.link_gbps, Assumptions())
+        model = shape_of_config(record["model"]["name"], record["model"]["config"])
+        rates = rates_of(record.get("link", ()), machine.link_gbps, Assumptions())
         compared = compare(record, model, rates, machine)
         if not compared:
             raise NothingToCompare("no figure of this plugin stands beside one of the resident server")
@@ -322,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     out = wanted.out or (wanted.run if wanted.run.is_dir() else wanted.run.parent)
     out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(lines(compared))
+    text = "\n".join(lines(compared, rates))
     print(text)
     (out / "model.log").write_text(text + "\n")
     figures = [{"cell": each.cell, "kind": each.kind, "size": each.size, "error": each.error} for each in compared]

@@ -8,12 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +20,7 @@ METHODS = {
     "decode": "seconds per token of a batch whose answers are streamed: from when the first tokens have arrived to when the "
     "last have, over the tokens between, so without prefill; no request repeats; bytes and counts are of one more answer",
     "prefill": "seconds of one request for one new token: prefill, one sampled token and HTTP",
-    "bench": "sglang.bench_serving, random-ids, all requests at once",
-    "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat; "
-    "where the traffic was changed, asked once more after it",
-    "traffic": "the same batch again and again, then another one as often: seconds of each, prefill included",
+    "answers": "greedy token ids of single requests, one after the other, against the resident server's of the same repeat",
 }
 
 PromptIds = Callable[[int, int], list[int]]
@@ -155,12 +149,7 @@ class Sizes:
     answers: int
     """Single requests whose answers are compared."""
     answer_tokens: int
-    bench_requests: int
-    bench_input: int
-    bench_output: int
     warmup_tokens: int
-    rounds: int = 0
-    """How often a batch is answered before and after the traffic changes; 0: the traffic stays."""
     long_answers: tuple[int, ...] = ()
     """Prompts of further requests whose answers are compared."""
 
@@ -168,8 +157,7 @@ class Sizes:
     def most_tokens(self) -> int:
         """The largest KV cache that any point needs."""
         decode = max(self.batches) * (self.prompt_tokens + self.long)
-        bench = self.bench_requests * (self.bench_input + self.bench_output)
-        return max(decode, bench, max((*self.prompts, *self.long_answers), default=0) + self.answer_tokens)
+        return max(decode, max((*self.prompts, *self.long_answers), default=0) + self.answer_tokens)
 
 
 def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
@@ -268,50 +256,3 @@ def answers(client: Client, prompts: PromptIds, sizes: Sizes) -> list[list[int]]
     lengths = [max(1, sizes.prompt_tokens * (1 + request % 4) // 4) for request in range(sizes.answers)]
     asked = enumerate([*lengths, *sizes.long_answers])
     return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in asked]
-
-
-TOPICS = ("before", "after")
-TRAFFIC_REQUESTS = 16
-"""As many for each topic walk different parts of a trace of 32 requests."""
-
-
-def traffic(client: Client, prompts: PromptIds, sizes: Sizes, counters: Counters = None) -> list[dict[str, Any]]:
-    """Each round of two topics, which share no request: its seconds, and what was counted meanwhile."""
-    batch = min(TRAFFIC_REQUESTS, max(sizes.batches))
-    found = []
-    for number, topic in enumerate(TOPICS):
-        asked = [prompts(number * batch + request, sizes.prompt_tokens) for request in range(batch)]
-        found += [{"topic": topic, **timed(client, asked, sizes.long, counters)} for _ in range(sizes.rounds)]
-    return found
-
-
-BENCH_FIGURES = (
-    "completed",
-    "duration",
-    "output_throughput",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "median_tpot_ms",
-    "median_itl_ms",
-)
-
-
-def bench_serving(url: str, model: Path, sizes: Sizes, folder: Path, seconds: float, env: dict[str, str]) -> dict[str, float]:
-    """SGLang's own load generator in its own process: its main figures."""
-    out = folder / "bench.jsonl"
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url]
-    command += ["--model", str(model), "--tokenizer", str(model), "--dataset-name", "random-ids", "--seed", "1"]
-    command += ["--num-prompts", str(sizes.bench_requests), "--random-range-ratio", "1", "--disable-tqdm"]
-    command += ["--random-input-len", str(sizes.bench_input), "--random-output-len", str(sizes.bench_output)]
-    command += ["--output-file", str(out)]
-    try:
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise PointFailed(f"bench_serving took more than {seconds:g} s") from None
-    if ended.returncode or not out.exists():
-        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
-        raise PointFailed(f"bench_serving ended with status {ended.returncode}: {_one_line(lines[-1] if lines else '')}")
-    result = json.loads(out.read_text().splitlines()[-1])
-    if result["completed"] != sizes.bench_requests:
-        raise PointFailed(f"bench_serving: {result['completed']} of {sizes.bench_requests} requests completed")
-    return {name: result[name] for name in BENCH_FIGURES}

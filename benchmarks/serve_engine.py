@@ -21,13 +21,3 @@ def describe(state: dict[str, Any], log: str) -> dict[str, Any]:
         "captures": CAPTURED.findall(log),
         "batches": batches,
     }
-
-
-def decode_problem(engine: dict[str, Any]) -> str | None:
-    """Why this is no server that decodes by captured graphs; None where it is one."""
-    seen = engine["batches"]["decode"]
-    if not engine["decode_graph_batches"]:
-        return "SGLang captured no decode graph"
-    if seen["eager"]:
-        return f"{seen['eager']} of {seen['eager'] + seen['graph']} decode batches in the log ran without a graph"
-    return None if seen["graph"] else "the log names no decode batch that ran as a graph"

@@ -34,16 +34,6 @@ def available_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of the tree so far. Children that ended and were waited for count with their parents."""
-    total = 0.0
-    for process in tree(pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
-
-
 def vram_bytes() -> int | None:
     """VRAM in use on the first GPU, by whoever; None where no nvidia-smi answers."""
     answer = _nvidia_smi("--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0")

@@ -50,7 +50,8 @@ def load(path: Path) -> Record:
 
 
 def from_section(section: Record, path: Path) -> Record:
-    """The runs of a section's parts as one. Each part has its own resident server, so its repeats are numbered on."""
+    """The runs of a section's parts as one, and what it measured of the link. Each part has its own resident server, so its
+    repeats are numbered on."""
     merged: Record = {}
     repeats = 0
     for part in section["parts"].values():
@@ -64,7 +65,8 @@ def from_section(section: Record, path: Path) -> Record:
         repeats = max(row["repeat"] for row in merged["rows"])
     if not merged:
         raise NotARun(f"{path}: none of its parts served anything")
-    return merged | {"repeats": repeats, "measured": section["measured"]}
+    link = section["parts"].get("link", {}).get("rows", [])
+    return merged | {"repeats": repeats, "measured": section["measured"], "link": link}
 
 
 # ---- figures ----
@@ -118,8 +120,6 @@ def failures(record: Record) -> list[tuple[str, str]]:
         if row["error"]:
             found.setdefault(name, row["error"])
         points = [(f"{point['kind']} {point['size']}", point["error"]) for point in row["points"] if point["error"]]
-        others = {"bench_serving": row.get("bench"), "changing traffic": row.get("traffic")}
-        points += [(what, found["error"]) for what, found in others.items() if found and found["error"]]
         for where, why in points:
             found.setdefault(f"{name}, {where}", why)
     return list(found.items())
@@ -160,7 +160,6 @@ def markdown(record: Record) -> str:
     lines += [*ratio_table(record, "decode", "batch"), ""]
     lines += ["## Prefill: time over the resident server's", "", sentence(record["methods"]["prefill"]), ""]
     lines += [*ratio_table(record, "prefill", "tokens"), ""]
-    lines += ["## bench_serving", "", *bench_table(record), ""]
     if read := read_table(record):
         lines += ["## Experts read over the link in one decode step, counted", "", *read, ""]
     lines += ["## Not served", ""]
@@ -233,18 +232,6 @@ def ratio_table(record: Record, kind: str, unit: str) -> list[str]:
                 texts.append(f"{ratios[0]:.2f} ({ratios[1]:.2f} to {ratios[2]:.2f})" if ratios else "-")
         body.append([cell_name(cell), *texts])
     return table(["contender", *(f"{unit} {size}" for size in found)], body)
-
-
-def bench_table(record: Record) -> list[str]:
-    body = []
-    for cell in cells(record):
-        found = [row["bench"] for row in rows_of(record, cell) if row.get("bench") and not row["bench"]["error"]]
-        names = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughput")
-        body.append([cell_name(cell), *(number(middle(bench[name] for bench in found)) for name in names)])
-    sizes = record["sizes"]
-    load = f"{sizes['bench_requests']} requests of {sizes['bench_input']} tokens for {sizes['bench_output']}"
-    head = ["contender", "time to first token, ms", "99th percentile", "time per token, ms", "output tokens/s"]
-    return [f"{load}, all at once.", "", *table(head, body)] if sizes["bench_requests"] else ["Not run."]
 
 
 def read_table(record: Record) -> list[str]:

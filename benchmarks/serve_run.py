@@ -14,14 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmarks import serve_client, serve_engine, serve_log, serve_meter, serve_report
 from benchmarks.contenders import CONTENDERS, RESIDENT, Budget, CannotServe, Contender, cells
+from benchmarks.gpu.environment import installed
 from benchmarks.serve_client import Client, PointFailed, PromptIds, Sizes
 from scripts.harness.ahead import start_ahead
+from scripts.harness.patience import patience
 from scripts.harness.server import EngineFailed, Server, flags
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.model_shape import ModelShape
@@ -54,8 +55,8 @@ class Run:
     server_args: list[str] = field(default_factory=list)
     ahead_seconds: float = 0
     """In which all servers of a repeat import SGLang side by side, before the first has its turn; 0: each does in its turn."""
-    start_seconds: float = 240
-    point_seconds: float = 300
+    start_seconds: float = patience(240)
+    point_seconds: float = patience(300)
     deadline: float = float("inf")
     """On ``time.monotonic``."""
     served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
@@ -222,23 +223,17 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
         if wanted.left() <= 0:
             entry["error"] = NO_TIME
             return
-        cpu, start = serve_meter.cpu_seconds(pid), time.monotonic()
         try:
             timed = figure()
         except PointFailed as failure:
             entry["error"] = str(failure)
             return
-        cpus = (serve_meter.cpu_seconds(pid) - cpu) / (time.monotonic() - start)
-        entry |= {"samples": timed.samples, "seconds": statistics.median(timed.samples), "host_cpus": cpus, **timed.extra}
+        entry |= {"samples": timed.samples, "seconds": statistics.median(timed.samples), **timed.extra}
 
     for batch in sizes.batches:
         point("decode", batch, lambda batch=batch: serve_client.decode(client, wanted.prompts, batch, sizes, counters))
     for length in sizes.prompts:
         point("prefill", length, lambda length=length: serve_client.prefill(client, wanted.prompts, length, sizes, counters))
-    row["bench"] = bench(wanted, server) if sizes.bench_requests else None
-    if sizes.rounds:
-        row["traffic"] = traffic(wanted, client, counters)
-        row["answers"] += serve_client.answers(client, wanted.prompts, sizes)
     row["memory"] = bill.memory(pid)
     row["engine"] = serve_engine.describe(client.state(), server.log)
     if contender.offload:
@@ -278,23 +273,6 @@ def offload_figures(client: Client) -> dict[str, Any]:
     return {name: state.get(name) for name in OFFLOAD_FIGURES}
 
 
-def bench(wanted: Run, server: Server) -> Row:
-    if wanted.left() <= 0:
-        return {"error": NO_TIME}
-    try:
-        seconds = min(wanted.point_seconds, wanted.left() + GRACE_SECONDS)
-        figures = serve_client.bench_serving(server.url, wanted.model, wanted.sizes, server.folder, seconds, server.env)
-    except PointFailed as failure:
-        return {"error": str(failure)}
-    return {"error": None, **figures}
-
-
-def traffic(wanted: Run, client: Client, counters: serve_client.Counters) -> Row:
-    if wanted.left() <= 0:
-        return {"error": NO_TIME, "rounds": []}
-    return {"error": None, "rounds": serve_client.traffic(client, wanted.prompts, wanted.sizes, counters)}
-
-
 def compare(mine: list[list[int]] | None, reference: list[list[int]] | None) -> Row:
     """Whether the token ids are the reference's, and where they first differ: request, position, both tokens."""
     if mine is None or reference is None:
@@ -319,8 +297,7 @@ def keep_log(wanted: Run, server: Server, name: str) -> str:
 def reasons(row: Row) -> list[str]:
     """Every error of the row."""
     points = [point["error"] for point in row["points"]]
-    others = [(row.get(name) or {}).get("error") for name in ("bench", "traffic")]
-    return [reason for reason in [row["error"], *points, *others] if reason]
+    return [reason for reason in [row["error"], *points] if reason]
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:
@@ -348,10 +325,3 @@ def environment(device: str) -> dict[str, Any]:
         **{package: installed(package) for package in ("torch", "sglang", "sglang-uvm-offload")},
         "measured": False,
     }
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -38,7 +38,7 @@ unpack "$work/more" "$machine/deep_gemm"
 pack "$machine" deep_gemm
 if [ ! -f "$out/kernels.tar.xz" ]; then
   PYTHONPATH="$machine/deep_gemm" scripts/rehearse.sh --out "$machine/rehearsal" --compile
-  scripts/rehearse.sh --out "$machine/rehearsal" server:decode server:continuous
+  scripts/rehearse.sh --out "$machine/rehearsal" server:decode
   mkdir "$work/kernels"
   cp -r "$machine"/rehearsal/caches/{sglang,deep_gemm} "$work/kernels"
   pack "$work" kernels

@@ -24,11 +24,10 @@ measure . ops:contract ops:canary || failed=1    # bytes that are written while 
 wait
 measure . server:decode server:link || failed=1    # the timer by streamed answers: all resident, paged experts, this plugin, slots, no buffers
 measure . slots runners:link runners:triton || failed=1    # microseconds of resolving; rates and bytes of copied rows; FP8 out of slots
-measure . ops:link ops:populate ops:reach ops:sustained || failed=1    # threads that read; experts that lie far apart; moves all the time
+measure . ops:link ops:reach ops:sustained || failed=1    # experts that lie far apart; moves all the time
 beside modes:gptq modes:ngrams modes:cache modes:tma modes:sleep    # equal answers
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
-measure . server:continuous || failed=1    # residents that follow traffic that changes; loading, populated meanwhile
-measure . server:most || failed=1    # 78 % resident; long prompts that stream
+measure . server:most || failed=1    # 78 % resident; long prompts that stream; loading, populated meanwhile
 beside modes:compiled
 measure . server:no_resident || failed=1    # no expert resident
 measure . server:cpu_offload_gb || failed=1

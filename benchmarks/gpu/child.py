@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from scripts.harness.process import adopt_orphans, die_with_parent, kill_group
+
 KILL_SECONDS = 10
 """In which what was killed must be gone."""
 
@@ -57,10 +56,6 @@ def output(command: Sequence[str], seconds: float, stderr: IO[str] | None = None
     return text
 
 
-def die_with_parent() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class Family:
     """The children of this process that it did not have before."""
 
@@ -72,7 +67,7 @@ class Family:
         goes on until there are none."""
         until = time.monotonic() + KILL_SECONDS
         if process.poll() is None:
-            signal_group(process.pid)
+            kill_group(process.pid)
         while left := [pid for pid in children() if pid not in self.others]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -93,16 +88,11 @@ def adopted() -> Iterator[Family]:
     """Inside the block, orphans among this process's descendants become its children. A server has a session of its own, so no
     signal to a group reaches it, and its processes ask to die with their parents only once they have been imported."""
     family = Family()
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     try:
         yield family
     finally:
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0)
-
-
-def signal_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        adopt_orphans(False)
 
 
 def children() -> list[int]:

@@ -55,7 +55,7 @@ def runner_parts() -> None:
 def server_parts() -> None:
     """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
     from benchmarks.contenders import CONTENDERS, Budget, cells
-    from benchmarks.gpu.server_parts import PLAN, add_contenders, server_args, sizes
+    from benchmarks.gpu.server_parts import PLAN, SERVER_ARGS, add_contenders, sizes
     from scripts.harness.server import flags
 
     add_contenders()
@@ -69,7 +69,7 @@ def server_parts() -> None:
         for contender, residency in cells(list(served.contenders), [served.residency]):
             own = flags(contender.flags(Budget(model, residency, sizes(served, False).warmup_tokens)))
             if parse is not None:
-                parse(["--model-path", served.written.name, *server_args(served), *own])
+                parse(["--model-path", served.written.name, *SERVER_ARGS, *own])
             print(f"    {contender.name} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")
 
 
@@ -80,7 +80,7 @@ def modes_parts() -> None:
 
     parse = sglang_parser()
     for name, mode in MODES.items():
-        own = flags({**ON_GPU, **mode.arguments, "expert_offload_num_resident": 4, **mode.offload})
+        own = flags({**ON_GPU, **mode.arguments, "expert_offload_num_resident": 4})
         if parse is not None:
             parse(["--model-path", mode.family, *own])
         print(f"{name}: {mode.family} {' '.join(own)}{'' if parse else ' (not checked: no SGLang here)'}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -50,7 +49,6 @@ def describe() -> dict[str, Any]:
         "host_available_bytes": host_available(),
         "transparent_huge_pages": read(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "commit": commit(),
-        "sources_sha256": sources(),
         "code": shown_code.digests(),
         "measured": computes() and not STAND_IN,
     }
@@ -113,16 +111,6 @@ def commit() -> str | None:
         return None
     answer = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def sources() -> str:
-    """A digest of all code that a result depends on, committed or not."""
-    digest = hashlib.sha256()
-    for folder in ("benchmarks", "kernels", "sglang_uvm_offload"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in (".py", ".cu", ".h"):
-                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def read(path: Path) -> str | None:

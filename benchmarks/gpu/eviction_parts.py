@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -38,8 +37,8 @@ def noticing(rows: Rows) -> None:
     evictions = Evictions(memory, 0.0)
     residency.evictions.ROOM_BYTES = 1 << 60  # looks are made with room too
 
-    def put(figure: str, unit: str, *values: float) -> None:
-        rows.put("noticing", unit, values, figure=figure)
+    def put(figure: str, *mib: float) -> None:
+        rows.put("noticing", "MiB", mib, figure=figure)
 
     def look() -> int:
         evictions.check([layer])
@@ -47,22 +46,18 @@ def noticing(rows: Rows) -> None:
             raise AssertionError("whether residents were evicted cannot be told")
         return evictions.evicted_bytes
 
-    def looks(count: int) -> tuple[list[float], list[float]]:
-        """MiB evicted, and milliseconds, of looks between reads of all residents, as steps make them."""
-        found, took = [], []
+    def looks(count: int) -> list[float]:
+        """MiB evicted, of looks between reads of all residents, as steps make them."""
+        found = []
         for _ in range(count):
             words.sum()
             torch.cuda.synchronize()
-            started = time.perf_counter()
             found.append(look() / MIB)
-            took.append((time.perf_counter() - started) * 1e3)
-        return found, took
+        return found
 
     looks(2)
-    found, took = looks(20)
-    put("noticed with room", "MiB", *found)
-    put("one look with room", "ms", *took)
-    put("noticed with room, beside reads that fill the link", "MiB", *beside_a_full_link(rows, memory, look))
+    put("noticed with room", *looks(20))
+    put("noticed with room, beside reads that fill the link", *beside_a_full_link(rows, memory, look))
     plain: list[Any] = []
 
     def take(nbytes: int) -> bool:
@@ -78,23 +73,17 @@ def noticing(rows: Rows) -> None:
     start, most = memory.info().device_free, tensor.layout.nbytes // 2
     taken = evicted = 0
     while not evicted and taken < start + most and not rows.late():
-        free = memory.info().device_free
         if not take(64 * MIB):
-            put("free VRAM when a plain allocation failed", "MiB", free / MIB)
             break
         taken += 64 * MIB
         evicted = look()
-    put("free VRAM before the last allocation", "MiB", free / MIB)
-    put("plain bytes beyond what was free", "MiB", max(0, taken - start) / MIB)
-    found, took = looks(5)
-    put("noticed under pressure", "MiB", evicted / MIB, *found)
-    put("one look under pressure", "ms", *took)
+    put("plain bytes beyond what was free", max(0, taken - start) / MIB)
+    put("noticed under pressure", evicted / MIB, *looks(5))
     same = [int(words.sum()) == checksum]
     plain.clear()
     torch.cuda.empty_cache()
     same += [int(words.sum()) == checksum for _ in range(2)]
-    put("noticed once the pressure was gone and all were read", "MiB", *looks(5)[0])
-    put("the bytes stayed", "bool", *same)
+    put("noticed once the pressure was gone and all were read", *looks(5))
     if not all(same) and computes():
         raise AssertionError("bytes changed under pressure")
 

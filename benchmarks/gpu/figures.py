@@ -1,91 +1,36 @@
-"""What the rows of a part say: a table of medians with their spread for each kind of row, whatever its labels are."""
+"""What the rows of a part say: a line for each, with its labels, median and spread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.rows import Row
 
-NO_LABELS = {"row", "unit", "values", "median", "low", "high", "reason"}
-MOST_COLUMNS = 8
-"""Of a table, beside the one with the names of its lines."""
+NO_LABELS = {"row", "unit", "values", "median", "low", "high"}
 NOTHING = ["no figures yet"]
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["values"] and row["row"] not in ("finished", "computes"):
-            kinds.setdefault(row["row"], []).append(row)
-    lines = [line for kind, found in kinds.items() for line in table(kind, found)]
-    lines += [f"{named(row, labels_of([row]))}: {row['reason']}" for row in rows if "reason" in row]
-    cells = [row["cell"] for row in rows if row["row"] == "cell"]
-    return [*lines, *(line for cell in cells for line in server(cell))] or NOTHING
+    lines = [line(row) for row in rows if row["values"] and row["row"] != "finished"]
+    return [*lines, *(text for row in rows if row["row"] == "cell" for text in server(row["cell"]))] or NOTHING
 
 
-def table(kind: str, rows: Sequence[Row]) -> list[str]:
-    """Columns are the values of the label that leaves the fewest empty cells; where most would be empty, or all stand in one
-    line, each row has a line of its own."""
-    labels = labels_of(rows)
-    varying = [name for name in labels if len(values(rows, name)) > 1]
-    alike = named(rows[0], [name for name in labels if name not in varying])
-    title = f"{kind}, {alike}" if alike else kind
-    fullest = max(varying, key=lambda name: (density(rows, varying, name), varying.index(name)), default="")
-    down = [name for name in varying if name != fullest]
-    if not down or density(rows, varying, fullest) <= 0.5:
-        return [f"{', '.join(filter(None, (title, named(row, varying))))}: {cell(row)} {row['unit']}".rstrip() for row in rows]
-    one_unit = len({row["unit"] for row in rows}) == 1
-    body: dict[str, dict[Any, list[Row]]] = {}
-    for row in rows:
-        body.setdefault(named(row, down), {}).setdefault(row.get(fullest), []).append(row)
-    heads = list(values(rows, fullest))
-    head = [f"{title}, {rows[0]['unit']}" if one_unit else title, *(named({fullest: each}, [fullest]) for each in heads)]
-    return aligned([head, *([name, *(cells(found.get(each, ()), one_unit) for each in heads)] for name, found in body.items())])
+def line(row: Row) -> str:
+    """Such as "load, frequency, resident 0.5: 0.55 (0.5-0.6) s a GiB"."""
+    spread = f" ({row['low']:.4g}-{row['high']:.4g})" if len(row["values"]) > 1 else ""
+    name = ", ".join(filter(None, (row["row"], labels(row))))
+    return f"{name}: {row['median']:.4g}{spread} {row['unit']}".rstrip()
 
 
-def density(rows: Sequence[Row], labels: Sequence[str], across: str) -> float:
-    """The share of the cells that hold a row; 0 where there were too many columns."""
-    heads = values(rows, across)
-    lines = {named(row, [name for name in labels if name != across]) for row in rows}
-    return len(rows) / (len(heads) * len(lines)) if len(heads) <= MOST_COLUMNS else 0.0
-
-
-def labels_of(rows: Iterable[Row]) -> list[str]:
-    return [*dict.fromkeys(name for row in rows for name, value in row.items() if name not in NO_LABELS and plain(value))]
-
-
-def plain(value: object) -> bool:
-    return isinstance(value, str | int | float | bool)
-
-
-def values(rows: Iterable[Row], label: str) -> dict[Any, None]:
-    return dict.fromkeys(row.get(label) for row in rows)
-
-
-def named(row: Row, labels: Sequence[str]) -> str:
+def labels(row: Row) -> str:
     """Such as "batch 4, in place": a word says for itself what it is, a number does not."""
-    found = [(name, row[name]) for name in labels if row.get(name) is not None]
-    return ", ".join(value if isinstance(value, str) else f"{name} {text(value)}" for name, value in found)
+    found = {name: value for name, value in row.items() if name not in NO_LABELS and isinstance(value, str | int | float)}
+    return ", ".join(value if isinstance(value, str) else f"{name} {text(value)}" for name, value in found.items())
 
 
 def text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def cells(rows: Sequence[Row], one_unit: bool) -> str:
-    """Several where a measurement was made again."""
-    return " / ".join(cell(row) + ("" if one_unit else f" {row['unit']}") for row in rows) or "-"
-
-
-def cell(row: Row) -> str:
-    spread = f" ({row['low']:.4g}-{row['high']:.4g})" if len(row["values"]) > 1 else ""
-    return f"{row['median']:.4g}{spread}"
-
-
-def aligned(body: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    return ["  ".join(one.ljust(width) for one, width in zip(line, widths, strict=True)).rstrip() for line in body]
 
 
 def server(described: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parts that serve what a launch may have besides: drafts, live updates, quantised experts, a hierarchical cache. Each is a
+"""Parts that serve what a launch may have besides: live updates, quantised experts, a hierarchical cache. Each is a
 pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, and one with.
 They must answer alike. No time is measured, so both run at once: importing SGLang takes most of it. With ``--small`` the
 servers run on the CPU, where not all modes can, or over a stand-in driver that is ready for them.
@@ -43,19 +43,15 @@ Change = Callable[[Server, Path], None]
 
 @dataclass(frozen=True)
 class Mode:
-    """``arguments`` are of both servers, ``offload`` of the one that offloads. ``change``: what is done to a server between two
-    rounds of the prompts; it is given a checkpoint with other weights."""
+    """``arguments`` are of both servers. ``change``: what is done to a server between two rounds of the prompts; it is given a
+    checkpoint with other weights."""
 
     family: str = "qwen3_moe"
     quant: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    offload: Mapping[str, Any] = field(default_factory=dict)
     change: Change | None = None
     needs: str | None = None
     """A package that SGLang imports for it."""
-    imports: tuple[str, ...] = ()
-    """A package, then its modules, that SGLang imports for it and does not use. Where it is not installed, an empty one takes
-    its place."""
     tma: bool = False
     """Both servers load experts by TMA, as tile configurations of SGLang's tuner may have it."""
 
@@ -77,14 +73,7 @@ def slept(server: Server, other: Path) -> None:
     updated(server, other)
 
 
-DRAFTED = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
 MODES = {
-    "drafts": Mode(
-        family="glm4_moe",
-        arguments={"speculative_algorithm": "NEXTN", **DRAFTED},
-        offload={"expert_offload_draft_num_resident": RESIDENT},
-        imports=("flash_mla", "flash_mla_interface"),
-    ),
     "ngrams": Mode(arguments={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}),
     "cache": Mode(arguments={"enable_hierarchical_cache": True, "hicache_size": 4}),
     # At batch 1, without offloading, SGLang compiles experts too, to other roundings: batches of one are padded.
@@ -114,30 +103,6 @@ def ask(server: Server) -> Answers:
     ]
 
 
-EMPTY = """
-import sys
-for module in {modules!r}:
-    sys.modules[f"{{__name__}}.{{module}}"] = sys.modules[__name__]
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    def missing(*args, **kwargs):
-        raise ImportError(f"{{__name__}} is not installed here, and its {{name}} was called")
-    return missing
-"""
-
-
-def with_empty_packages(mode: Mode, folder: Path) -> dict[str, str]:
-    """The environment in which SGLang finds what it only imports."""
-    package, *modules = mode.imports or ("",)
-    if not package or importable(package):
-        return {}
-    made = folder / "empty" / package
-    made.mkdir(parents=True, exist_ok=True)
-    (made / "__init__.py").write_text(EMPTY.format(modules=modules))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(made.parent)]))}
-
-
 TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2}
 BY_TMA = ("Up MoE TMA is enabled", "Down MoE TMA is enabled")
 """What SGLang logs of tile configurations that it follows."""
@@ -161,9 +126,8 @@ def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str,
     env: dict[str, str] = {}
     own: dict[str, Any] = {}
     if not on_cpu(rows):
-        env = with_empty_packages(mode, checkpoints[0].parent)
         words = [words for package, words in SUBSTITUTES.items() if not importable(package)]
-        env |= with_tiles_for_tma(checkpoints[0]) if mode.tma else {}
+        env = with_tiles_for_tma(checkpoints[0]) if mode.tma else {}
         own = ON_GPU | {flag.removeprefix("--").replace("-", "_"): value for flag, value in words}
     seconds = rows.pick(150, 400)
     with Server(checkpoints[0], on_cpu=on_cpu(rows), env=env, seconds=seconds, **own, **mode.arguments, **offload) as server:
@@ -190,32 +154,31 @@ def mode_part(rows: Rows, mode: Mode) -> None:
         for seed, path in zip((0, 7), made, strict=True):
             make_checkpoint(mode.family, path, quant=mode.quant, seed=seed, **size)
         flags = {"expert_offload_num_resident": RESIDENT, "expert_offload_warmup_tokens": 64}
-        flags |= {"expert_offload_stream_tokens": STREAM_TOKENS, **mode.offload}
+        flags["expert_offload_stream_tokens"] = STREAM_TOKENS
         with ThreadPoolExecutor(2) as pool:
             plain, offloading = (pool.submit(serve, rows, mode, made, each) for each in ({}, flags))
         (expected, _), (found, state) = plain.result(), offloading.result()
-    report(rows, mode, expected, found, state)
+    report(rows, expected, found, state)
 
 
-def report(rows: Rows, mode: Mode, expected: Answers, found: Answers, state: dict[str, Any]) -> None:
+def report(rows: Rows, expected: Answers, found: Answers, state: dict[str, Any]) -> None:
     same = [mine == theirs for mine, theirs in zip(found, expected, strict=True)]
     print(f"{sum(same)} of {len(same)} answers are those of the server without offloading", flush=True)
     rows.put("same_answers", "bool", same, contender="offload")
-    for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moved_bytes", "draft_offloaded_bytes"):
+    for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moved_bytes"):
         rows.put(name, "MB", [state[name] / 1e6])
         print(f"{name}: {state[name] / 1e6:.1f} MB", flush=True)
-    if wrong := problems(mode, same, state):
+    if wrong := problems(same, state):
         raise AssertionError("; ".join(wrong))
 
 
-def problems(mode: Mode, same: list[bool], state: dict[str, Any]) -> list[str]:
+def problems(same: list[bool], state: dict[str, Any]) -> list[str]:
     """What would make equal answers say nothing, and answers that are not."""
     wrong = [] if all(same) else [f"{same.count(False)} of {len(same)} answers differ"]
     wrong += [f"moving experts stopped: {state['fault']}"] if state["fault"] else []
-    wrong += [f"no {name}" for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moves") if not state[name]]
-    if "expert_offload_draft_num_resident" in mode.offload and not state["draft_zero_copy_bytes"]:
-        wrong.append("no expert of a draft layer was read in place")
-    return wrong
+    return wrong + [
+        f"no {name}" for name in ("offloaded_bytes", "streamed_bytes", "zero_copy_bytes", "moves") if not state[name]
+    ]
 
 
 PARTS = {name: partial(mode_part, mode=mode) for name, mode in MODES.items()}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from benchmarks.gpu.moe_function import (
     FP8_BLOCK,
     Find,
+    Fp8Experts,
     MoeShape,
     OnTokens,
-    Sizes,
     Tensors,
-    fp8_sizes,
-    fp8_weights,
+    installed,
+    runner_config,
     without_server,
 )
 
@@ -27,7 +27,7 @@ CONTIGUOUS, MASKED = LAYOUTS = ("compact", "masked")
 """How SGLang lays out the rows of a step, by its own words."""
 
 
-class SglangDeepGemm(OnTokens):
+class SglangDeepGemm(Fp8Experts, OnTokens):
     """SGLang's runner with the plugin's hook, as a server without tensor parallelism calls it, at one batch size."""
 
     kernels: ClassVar[str] = "DeepGEMM's kernels"
@@ -36,28 +36,12 @@ class SglangDeepGemm(OnTokens):
     layout: ClassVar[str] = CONTIGUOUS
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
-        from sglang.srt.layers.moe import MoeRunner, MoeRunnerConfig
+        from sglang.srt.layers.moe import MoeRunner
         from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
         installed_seam()
         super().__init__(shape, tokens, find, device)
-        config = MoeRunnerConfig(
-            num_experts=shape.experts,
-            num_local_experts=shape.experts,
-            top_k=shape.top_k,
-            hidden_size=shape.hidden,
-            intermediate_size_per_partition=shape.intermediate,
-            inplace=False,
-        )
-        self._runner = MoeRunner(MoeRunnerBackend.DEEP_GEMM, config)
-
-    @staticmethod
-    def sizes(shape: MoeShape) -> Sizes:
-        return fp8_sizes(shape)
-
-    @classmethod
-    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
-        return fp8_weights(shape, device)
+        self._runner = MoeRunner(MoeRunnerBackend.DEEP_GEMM, runner_config(shape))
 
     def run(self, weights: Tensors) -> None:
         from sglang.srt.environ import envs
@@ -83,12 +67,8 @@ class MaskedDeepGemm(SglangDeepGemm):
 def installed_seam() -> DeepGemmSlotSeam:
     """The plugin's hook on SGLang's runner, and what this asks of a server that does not run here."""
     from sglang.srt.layers.moe.moe_runner import deep_gemm
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
     without_server(deep_gemm, SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False)))
-    seam = DeepGemmSlotSeam()
-    seam.install(HookRegistry.register)
-    HookRegistry.apply_hooks()
-    return seam
+    return installed(DeepGemmSlotSeam())

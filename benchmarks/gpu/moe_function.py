@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,12 @@ from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
 from sglang_uvm_offload.streaming.model_slots import LayerSlots, ModelSlots
 
+if TYPE_CHECKING:
+    from sglang_uvm_offload.plugin.slots.seam import Seam
+
 FP8_BLOCK = 128
 Find = Callable[[int], "LayerSlots | None"]
+AnySeam = TypeVar("AnySeam", bound="Seam")
 Tensors = Mapping[str, torch.Tensor]
 """A layer's tensors by their names in SGLang's module, ``[experts, ...]`` each."""
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -152,6 +156,23 @@ def function_here(real: type[MoeFunction]) -> type[MoeFunction]:
     return real
 
 
+def runner_config(shape: MoeShape) -> Any:
+    """SGLang's, of a server without tensor parallelism."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+
+    sizes = {"hidden_size": shape.hidden, "intermediate_size_per_partition": shape.intermediate, "top_k": shape.top_k}
+    return MoeRunnerConfig(num_experts=shape.experts, num_local_experts=shape.experts, inplace=False, **sizes)
+
+
+def installed(seam: AnySeam) -> AnySeam:
+    """The plugin's hooks on SGLang's functions."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    seam.install(HookRegistry.register)
+    HookRegistry.apply_hooks()
+    return seam
+
+
 def without_server(module: Any, settings: SimpleNamespace) -> None:
     """What a module of SGLang's asks of its server: ``settings`` of execution, one rank, and plain allocations."""
     module.get_exec = lambda: settings
@@ -160,23 +181,27 @@ def without_server(module: Any, settings: SimpleNamespace) -> None:
     module.use_symmetric_memory = lambda *_, **__: contextlib.nullcontext()
 
 
-def fp8_weights(shape: MoeShape, device: str) -> Tensors:
-    """Finite numbers, and a scale for each 128 x 128 that keeps outputs near one."""
-    random, made = np.random.default_rng(1), {}
-    for matrix, (n, k) in shape.matrices.items():
-        values = random.standard_normal((shape.experts, n, k), "float32")
-        made[f"{matrix}_weight"] = torch.from_numpy(values).to(device).to(torch.float8_e4m3fn)
-        scales = random.uniform(0.5, 1, (shape.experts, n // FP8_BLOCK, k // FP8_BLOCK)).astype("float32") / k**0.5
-        made[f"{matrix}_scale"] = torch.from_numpy(scales).to(device)
-    return made
+class Fp8Experts:
+    """In FP8, with a scale for each 128 x 128."""
 
+    @staticmethod
+    def sizes(shape: MoeShape) -> Sizes:
+        made: Sizes = {}
+        for matrix, (n, k) in shape.matrices.items():
+            made[f"{matrix}_weight"] = ((n, k), torch.float8_e4m3fn)
+            made[f"{matrix}_scale"] = ((n // FP8_BLOCK, k // FP8_BLOCK), torch.float32)
+        return made
 
-def fp8_sizes(shape: MoeShape) -> Sizes:
-    made: Sizes = {}
-    for matrix, (n, k) in shape.matrices.items():
-        made[f"{matrix}_weight"] = ((n, k), torch.float8_e4m3fn)
-        made[f"{matrix}_scale"] = ((n // FP8_BLOCK, k // FP8_BLOCK), torch.float32)
-    return made
+    @classmethod
+    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
+        """Finite numbers, with scales that keep outputs near one."""
+        random, made = np.random.default_rng(1), {}
+        for matrix, (n, k) in shape.matrices.items():
+            values = random.standard_normal((shape.experts, n, k), "float32")
+            made[f"{matrix}_weight"] = torch.from_numpy(values).to(device).to(torch.float8_e4m3fn)
+            scales = random.uniform(0.5, 1, (shape.experts, n // FP8_BLOCK, k // FP8_BLOCK)).astype("float32") / k**0.5
+            made[f"{matrix}_scale"] = torch.from_numpy(scales).to(device)
+        return made
 
 
 class ServedLayer:

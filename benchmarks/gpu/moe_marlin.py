@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from benchmarks.gpu.moe_function import Find, MoeShape, OnTokens, Sizes, Tensors
+from benchmarks.gpu.moe_function import Find, MoeShape, OnTokens, Sizes, Tensors, installed
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
@@ -83,11 +83,6 @@ class SglangMarlin(OnTokens):
 @functools.cache
 def installed_seam() -> MarlinSlotSeam:
     """The plugin's hooks on SGLang's functions."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
     from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
-    seam = MarlinSlotSeam()
-    seam.install(HookRegistry.register)
-    HookRegistry.apply_hooks()
-    return seam
+    return installed(MarlinSlotSeam())

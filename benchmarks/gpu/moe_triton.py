@@ -11,12 +11,13 @@ import torch
 from benchmarks.gpu.moe_function import (
     FP8_BLOCK,
     Find,
+    Fp8Experts,
     MoeShape,
     OnTokens,
     Sizes,
     Tensors,
-    fp8_sizes,
-    fp8_weights,
+    installed,
+    runner_config,
     without_server,
 )
 
@@ -34,18 +35,8 @@ class SglangTriton(OnTokens):
     how: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
-        from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-
         super().__init__(shape, tokens, find, device)
-        self._config = MoeRunnerConfig(
-            num_experts=shape.experts,
-            num_local_experts=shape.experts,
-            top_k=shape.top_k,
-            hidden_size=shape.hidden,
-            intermediate_size_per_partition=shape.intermediate,
-            activation="silu",
-            inplace=False,
-        )
+        self._config = runner_config(shape)
 
     @staticmethod
     def sizes(shape: MoeShape) -> Sizes:
@@ -71,23 +62,14 @@ class SglangTriton(OnTokens):
         self._out = fused_moe.fused_experts(self._x, w13, w2, topk, self._config, **self.how, **scales)
 
 
-class SglangTritonFp8(SglangTriton):
+class SglangTritonFp8(Fp8Experts, SglangTriton):
     how: ClassVar[dict[str, Any]] = {"use_fp8_w8a8": True, "block_shape": [FP8_BLOCK, FP8_BLOCK]}
-
-    @staticmethod
-    def sizes(shape: MoeShape) -> Sizes:
-        return fp8_sizes(shape)
-
-    @classmethod
-    def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
-        return fp8_weights(shape, device)
 
 
 @functools.cache
 def installed_seam() -> SlotSeam:
     """The plugin's hooks on SGLang's functions, and what these ask of a server that does not run here."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
@@ -97,7 +79,4 @@ def installed_seam() -> SlotSeam:
     )
     for module in (fused_moe, fused_moe_triton_config):
         without_server(module, settings)
-    seam = SlotSeam()
-    seam.install(HookRegistry.register)
-    HookRegistry.apply_hooks()
-    return seam
+    return installed(SlotSeam())

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 GIB = 1 << 30
 SMALL_GIB = 1 / 16
 """What a part takes where it runs at toy sizes."""
-SECTION_SECONDS = 7.5 * 60
-"""A call begins no part of a section that may end after this."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,7 @@ OPS = Section(
         Part("load", "ops_parts", 14, 80, 14, 8, "whether VRAM and host RAM after a load are what the planner predicts"),
         Part("canary", "canary_parts", 10, 60, 0.1, 1, "whether a launcher's look at the GPU leaves a context there"),
         LINK,
-        Part(
-            "reach", "host_parts", 30, 90, 24, 26, "whether experts that lie far apart in 24 GiB are read as fast as neighbours"
-        ),
-        Part("populate", "host_parts", 40, 90, 2.1, 7, "whether threads that read the checkpoint populate host pages faster"),
+        Part("reach", "host_parts", 20, 90, 24, 26, "whether experts far apart in 24 GiB are read as fast as neighbours"),
         Part("sustained", "ops_parts", 10, 40, 0.7, 1, "how many bytes may move in one call while steps run"),
     ),
 )
@@ -80,9 +75,7 @@ RUNNERS = Section(
     "whether SGLang's MoE runners compute the same out of managed memory and slots",
     (
         LINK,
-        Part(
-            "compiled", "runner_parts", 200, 420, 0, 4, "nothing: compiles SGLang's Marlin kernels before a part waits for them"
-        ),
+        Part("compiled", "runner_parts", 200, 420, 0, 4, "nothing: compiles SGLang's Marlin kernels before a part needs them"),
         Part("triton", "runner_parts", 60, 200, 0.6, 3, "whether Triton (bf16, FP8) may compute in place and out of slots"),
         Part("marlin", "runner_parts", 51, 300, 0.3, 2, "whether Marlin (MXFP4) may"),
         Part("deep_gemm", "runner_parts", 61, 330, 1, 2, "whether DeepGEMM (FP8) may, and in which layout"),
@@ -100,22 +93,7 @@ SERVER = Section(
         Part("decode", "server_parts", 400, 440, 25.5, 60, "residents, slots or paged experts; stream buffers or more slots"),
         Part("bf16", "server_parts", 16, 270, 0, 8, "nothing: writes Qwen3-30B-A3B's shape, 16 layers, routed as a trace"),
         Part(
-            "most",
-            "server_parts",
-            150,
-            240,
-            20,
-            50,
-            "what offloading costs with 78 % in VRAM, prompts of 512 to 32,000 tokens too",
-        ),
-        Part(
-            "continuous",
-            "server_parts",
-            185,
-            330,
-            20,
-            50,
-            "whether residents follow traffic that changes, with SGLang's own graphs",
+            "most", "server_parts", 150, 240, 20, 50, "what offloading costs with 78 % in VRAM, prompts of 512 to 32,000 tokens"
         ),
         Part("no_resident", "server_parts", 90, 240, 20, 50, "whether a server with no expert in VRAM answers alike"),
         Part("cpu_offload_gb", "server_parts", 240, 340, 20, 60, "this plugin or SGLang's --cpu-offload-gb"),
@@ -128,7 +106,6 @@ MODES = Section(
     "modes",
     "whether a server answers alike in the modes that a launch may have besides; takes several calls",
     (
-        Part("drafts", "modes_parts", 70, 330, 1, 8, "whether experts of draft layers may be offloaded, under graphs"),
         Part("updates", "modes_parts", 60, 330, 1, 8, "whether other weights from disk reach experts that have moved"),
         Part("fp8", "modes_parts", 60, 330, 1, 8, "likewise in block-FP8"),
         Part("gptq", "modes_parts", 60, 330, 1, 8, "whether GPTQ experts may be offloaded"),

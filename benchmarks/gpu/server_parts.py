@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks import serve_engine, serve_log, serve_report, serve_run
+from benchmarks import serve_log, serve_report, serve_run
 from benchmarks.contenders import CONTENDERS, Budget, Contender, Flags
 from benchmarks.gpu.environment import REHEARSED
 from benchmarks.gpu.rows import Rows, run_part
@@ -42,13 +42,12 @@ SERVER_ARGS = (
     *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", str(CHUNK_TOKENS)),
 )
 """For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed. Without prefill graphs,
-which take their time to capture, and which steps that stream cannot use: so the resident server has none either. In the parts
-with ``own_defaults`` it has them, and this plugin's servers have those below the tokens from which on they stream."""
+which take their time to capture, and which steps that stream cannot use: so the resident server has none either."""
 SUBSTITUTES = {
     "xgrammar": ("--grammar-backend", "none"),
     "sgl_kernel.flash_attn": ("--attention-backend", "triton"),
 }
-"""What SGLang has to be given where a package of its defaults cannot be imported."""
+"""What servers of SGLang's own backends have to be given where a package of these cannot be imported."""
 SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
 """Needed beside torch 2.11; without effect on what is computed."""
 BLOCKS_OF_EXPERTS: dict[str, Any] = {"expert_size": 2048}
@@ -87,8 +86,6 @@ class Served:
     """Tokens of those that are timed."""
     tokens: int = 24
     """Of a timed answer, of which the first four are not timed."""
-    own_defaults: bool = False
-    """SGLang's own backends and graphs, and traffic that changes."""
 
 
 PEERS = ("paged_experts", "cpu_offload_gb", "offloader_v2")
@@ -123,7 +120,6 @@ LONG_PROMPTS = (512, 4096, 16384, 32000)
 PLAN = {
     "decode": Served(QWEN_FP8, ("frequency", "paged_experts", "slots_only", WITHOUT_BUFFERS.name), tokens=84),
     "most": Served(QWEN, ("frequency",), 0.78, LONG_PROMPTS),
-    "continuous": Served(QWEN, ("continuous",), own_defaults=True, prompts=LONG_PROMPTS),
     "no_resident": Served(QWEN, ("zero_copy",)),
     "cpu_offload_gb": Served(QWEN, ("frequency", "cpu_offload_gb")),
     "offloader_v2": Served(DEEPSEEK, ("frequency", "offloader_v2")),
@@ -131,12 +127,10 @@ PLAN = {
 
 
 def sizes(served: Served, small: bool) -> Sizes:
-    """A prompt that is long enough to stream is among those whose answers are compared; not beside SGLang's own prefill graphs,
-    which only the resident server uses for it."""
-    batches = (1, 16) if served.own_defaults else (1, 4, 16, 64)
+    """A prompt that is long enough to stream is among those whose answers are compared."""
     streaming = 128 if small else 4096
     return Sizes(
-        batches=(1, 4) if small else batches,
+        batches=(1, 4) if small else (1, 4, 16, 64),
         prompts=(streaming,) if small else served.prompts,
         prompt_tokens=8 if small else 64,
         short=1 if small else 4,
@@ -144,19 +138,9 @@ def sizes(served: Served, small: bool) -> Sizes:
         samples=1 if small else 3,
         answers=2 if small else 4,
         answer_tokens=8 if small else 24,
-        bench_requests=0,
-        bench_input=256,
-        bench_output=32,
         warmup_tokens=64 if small else 4096,
-        rounds=(2 if small else 6) if served.own_defaults else 0,
-        long_answers=() if served.own_defaults else (streaming, streaming),
+        long_answers=(streaming, streaming),
     )
-
-
-def server_args(served: Served) -> list[str]:
-    if not served.own_defaults:
-        return list(SERVER_ARGS)
-    return [word for package, words in SUBSTITUTES.items() if not importable(package) for word in words]
 
 
 def importable(package: str) -> bool:
@@ -228,9 +212,9 @@ def serve_part(rows: Rows, served: Served) -> None:
             repeats=1,
             sizes=sizes(served, rows.small),
             prompts=prompts_for(model, 1),
-            server_args=[] if cpu else server_args(served),
+            server_args=[] if cpu else list(SERVER_ARGS),
             ahead_seconds=0 if cpu else rows.pick(90, 400),
-            start_seconds=400 if rows.small else 200 if served.own_defaults else 150,
+            start_seconds=rows.pick(150, 400),
             point_seconds=60,
             deadline=time.monotonic() + rows.left() - serve_run.GRACE_SECONDS / 2,
             served=partial(put_cell, rows, Path(out), shape_of(model).total_bytes / 2**30),
@@ -243,8 +227,6 @@ def serve_part(rows: Rows, served: Served) -> None:
     check_moves(run.rows)
     check_streams(run.rows)
     check_slots(run.rows)
-    if served.own_defaults and not cpu:
-        check_graphs(run.rows)
 
 
 def on_cpu(rows: Rows) -> bool:
@@ -285,7 +267,6 @@ def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
         for name in ("streamed_bytes", "zero_copy_bytes"):
             rows.put(name, "GB", [row["offload"][name] / 1e9], **labels)
         put_slots(rows, row, labels)
-    put_traffic(rows, row, labels)
     same = row["outputs"]["same"]
     rows.put("same_answers", "bool", [] if same is None else [same], **labels)
 
@@ -304,19 +285,6 @@ def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
             for figure, count in counts.items():
                 share = [count / sum(counts.values())] if sum(counts.values()) > 0 else []
                 rows.put("slots_use", "of offloaded activations", share, figure=figure, batch=point["size"], **labels)
-
-
-def put_traffic(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
-    """The rounds of each topic, in order."""
-    found = (row.get("traffic") or {}).get("rounds", ())
-    for topic in dict.fromkeys(each["topic"] for each in found):
-        rounds = [each for each in found if each["topic"] == topic]
-        rows.put("traffic", "ms", [1e3 * each["seconds"] for each in rounds], topic=topic, **labels)
-        if "moves" in rounds[0]:
-            rows.put("promotions", "moves", [each["moves"] for each in rounds], topic=topic, **labels)
-            rows.put("moved", "GB", [each["moved_bytes"] / 1e9 for each in rounds], topic=topic, **labels)
-            hits = [each["routed_resident"] / each["routed"] for each in rounds if each["routed"]]
-            rows.put("hit_rate", "x", hits, topic=topic, **labels)
 
 
 def check_answers(rows: Sequence[dict[str, Any]]) -> None:
@@ -378,14 +346,6 @@ def took_from_slots(point: dict[str, Any], offloaded_bytes: int) -> bool:
     """A prompt of one chunk that streams brings all that is offloaded over the link, but for what slots hold."""
     streamed = point["kind"] == "prefill" and point["size"] <= CHUNK_TOKENS and not point["error"]
     return bool(streamed and 0 < point["read_bytes"] < offloaded_bytes)
-
-
-def check_graphs(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where a server of SGLang's own defaults did not decode by captured graphs."""
-    seen = {row["contender"]: serve_engine.decode_problem(row["engine"]) for row in rows if "engine" in row}
-    problems = [f"{contender}: {problem}" for contender, problem in seen.items() if problem]
-    if problems:
-        raise AssertionError("; ".join(problems))
 
 
 PARTS = {

@@ -26,7 +26,7 @@ from benchmarks.gpu.environment import STAND_IN
 from benchmarks.gpu.figures import lines_of
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.rows import Row, read_rows
-from benchmarks.gpu.sections import SECTION_SECONDS, SECTIONS, Part, Section, too_much
+from benchmarks.gpu.sections import SECTIONS, Part, Section, too_much
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 30
@@ -99,14 +99,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="say what there is, in order, and how long it takes")
     parser.add_argument("--dry-run", action="store_true", help="everything up to the first CUDA call")
     parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
-    parser.add_argument("--from", type=Path, dest="earlier", metavar="DIR", help="go on from the results in DIR (likewise)")
     parser.add_argument("--again", action="store_true", help="do not go on from earlier results: measure anew")
     parser.add_argument("--once", action="store_true", help="leave out parts that failed before too")
     parser.add_argument(
         "--seconds",
         type=float,
         default=CALL_SECONDS,
-        help="end by then, and leave what does not fit for a run with --from (default %(default)s)",
+        help="end by then, and leave what does not fit for the next call (default %(default)s)",
     )
     wanted = parser.parse_args(arguments)
     if wanted.seconds <= 0:
@@ -132,13 +131,12 @@ def list_sections() -> None:
 
 def run_section(section: Section, names: set[str], wanted: argparse.Namespace, call: Call) -> None:
     """Runs the parts ``names`` of the section, but for those of an earlier record that are done, or with ``--once`` failed."""
-    started = time.monotonic()
     environment = describe_machine(call)
     out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
     out.mkdir(parents=True, exist_ok=True)
-    record = None if wanted.again else earlier_record(section, environment, [out, wanted.earlier])
+    record = None if wanted.again else earlier_record(out / f"{section.name}.json", environment)
     if record and record["complete"]:
-        print(f"section {section.name}: complete in {record['_path']}, not run again (--again would)", flush=True)
+        print(f"section {section.name}: complete in {out}, not run again (--again would)", flush=True)
         return
     small = not environment["measured"]
     call.patience = PATIENCE if small else 1
@@ -147,15 +145,12 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
     if all(refused.values()):
         raise SectionFailure("not started: " + "; ".join(refused.values()))
     record = record or {"section": section.name, "question": section.question, "parts": {}}
-    record.pop("_path", None)
     record |= {"measured": environment["measured"], "environment": environment, "complete": False}
     record.setdefault("commands", []).append([sys.executable, *sys.argv])
     record.setdefault("started", []).append(datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
     with (out / f"{section.name}.log").open("a") as log:
-        say(
-            log,
-            f"== section {section.name} on {environment['device']}, driver {environment['driver']}, {record['started'][-1]}",
-        )
+        where = f"{environment['device']}, driver {environment['driver']}"
+        say(log, f"== section {section.name} on {where}, {record['started'][-1]}")
         say(log, "code: " + ", ".join(f"{name} {digest}" for name, digest in environment["code"].items()))
         ended = (DONE, FAILED) if wanted.once else (DONE,)
         for part in section.parts:
@@ -165,8 +160,7 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
                 say(log, f"-- not started: {refused[part.name]}")
                 record["parts"][part.name] = {"status": TOO_LARGE, "error": refused[part.name], "rows": []}
             else:
-                left = SECTION_SECONDS * call.patience - (time.monotonic() - started)
-                found = run_part(part, min(left, call.left() - GRACE_SECONDS), small, log)
+                found = run_part(part, call.left() - GRACE_SECONDS, small, log)
                 if found["status"] != LEFT or part.name not in record["parts"]:  # else its earlier rows are kept
                     record["parts"][part.name] = found
             judge(section, record)
@@ -215,7 +209,7 @@ def error_of(ended: child.Ended, seconds: float) -> str | None:
 def judge(section: Section, record: dict[str, Any]) -> None:
     parts = record["parts"]
     rows: dict[str, list[Row]] = {name: part["rows"] for name, part in parts.items()}
-    record["goals"] = [goal.judge(rows, record["measured"]) for goal in GOALS[section.name]]
+    record["goals"] = [goal.judge(rows, record["measured"]) for goal in GOALS.get(section.name, ())]
     record["complete"] = all(parts.get(part.name, {}).get("status") == DONE for part in section.parts)
 
 
@@ -238,20 +232,17 @@ def table(section: Section, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def earlier_record(section: Section, environment: dict[str, Any], folders: Sequence[Path | None]) -> dict[str, Any] | None:
-    """The first folder's record of this section that this machine may go on from. Figures of different machines, drivers,
-    libraries or code (``shown_code``) do not make one section, and figures of a stand-in never count for a GPU."""
+def earlier_record(path: Path, environment: dict[str, Any]) -> dict[str, Any] | None:
+    """A section's record that this machine may go on from. Figures of different machines, drivers, libraries or code
+    (``shown_code``) do not make one section, and figures of a stand-in never count for a GPU."""
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
     same = ("device", "driver", "cuda_of_torch", "torch", "code", "measured")
-    for folder in folders:
-        path = folder / f"{section.name}.json" if folder else None
-        if path is None or not path.exists():
-            continue
-        record: dict[str, Any] = json.loads(path.read_text())
-        other = [name for name in same if record["environment"].get(name) != environment[name]]
-        if not other:
-            return record | {"_path": str(path)}
-        print(f"section {section.name}: {path} is of another {', '.join(other)}: measuring anew", flush=True)
-    return None
+    other = [name for name in same if record["environment"].get(name) != environment[name]]
+    if other:
+        print(f"{path} is of another {', '.join(other)}: measuring anew", flush=True)
+    return None if other else record
 
 
 # ---- the dry run ----

@@ -1,7 +1,5 @@
 """The code whose behaviour logs show, as digests: a claim whose code has changed since its log says so (GPU_STATUS.md).
 
-    python -m benchmarks.gpu.shown_code COMMIT...    # of older commits, for logs without digests: benchmarks/results/code.json
-
 Comments and spaces do not count. Of a CUDA source the named functions do, with all of it that they use.
 """
 
@@ -12,8 +10,6 @@ import hashlib
 import io
 import json
 import re
-import subprocess
-import sys
 import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,13 +28,11 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "link": {KERNELS: ("uvm_read_kernel",), f"{PACKAGE}/cuda/link.py": ()},
 }
 """What claims name: functions of CUDA sources, and whole Python files."""
-BEFORE = {f"{PACKAGE}/plan/streaming.py": f"{PACKAGE}/sizing/streaming.py"}
-"""Where a file was in older commits."""
 RECORDED = ROOT / "benchmarks" / "results" / "code.json"
 """Digests by commit, of logs that were made before logs had them."""
 
 Read = Callable[[str], str]
-"""The text of a file by its path in the repository; empty if there is none."""
+"""The text of a file by its path in the repository."""
 
 
 def digests(read: Read = lambda path: (ROOT / path).read_text()) -> dict[str, str]:
@@ -126,20 +120,3 @@ def has_changed(names: Sequence[str], log: Path, now: dict[str, str]) -> bool:
     environment = json.loads(log.read_text())["environment"]
     then = environment.get("code") or known.get(environment["commit"], {})
     return any(then.get(name) != now[name] for name in names)
-
-
-def of_commit(commit: str) -> dict[str, str]:
-    """Raises ``CalledProcessError`` where this checkout has no such commit."""
-    subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", commit], check=True, capture_output=True)
-
-    def text(path: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{path}"], capture_output=True, text=True).stdout
-
-    def read(path: str) -> str:
-        return text(path) or text(BEFORE.get(path, path))
-
-    return digests(read)
-
-
-if __name__ == "__main__":
-    print(json.dumps({commit: of_commit(commit) for commit in sys.argv[1:]}, indent=1))

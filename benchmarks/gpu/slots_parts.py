@@ -155,19 +155,9 @@ class Filled:
         self._staging.copy(0, [Part(part, part.nbytes, 0)])
         self._staging.acquire(0)
 
-    def engine(self, count: int, first: int) -> None:
-        """``cudaMemcpyAsync``, told device to device, an expert a call."""
-        for i in range(count):
-            self.scratch[i].copy_(self.rows[first + i], non_blocking=True)
-
-    def read(self, count: int, first: int) -> None:
-        """By one kernel of torch."""
-        source = self.rows[first : first + count].view(torch.int32)
-        torch.bitwise_xor(source, 1, out=self.scratch[:count].view(torch.int32))
-
 
 def fill(rows: Rows) -> None:
-    """A layer's misses brought into slots, beside other ways to bring the same experts; bytes of the slots; the slots' own
+    """A layer's misses brought into slots, beside a copy of the same experts; bytes of the slots; the slots' own
     read rate, which shows where they lie; and fills beside a kernel that leaves no room on the GPU."""
     memory = CudaMemory()
     for kib in (64, 48) if rows.small else (1536, 3072, 6144, 11264, 16384):
@@ -184,12 +174,8 @@ def fill(rows: Rows) -> None:
                 wrong += filled.wrong(first)
                 done += count
             put_rate(rows, filled, count, "slots", times[2:])
-            for way, work in (
-                ("copy kernel", filled.copied),
-                ("copy engine, device to device", filled.engine),
-                ("a kernel of torch", filled.read),
-            ):
-                put_rate(rows, filled, count, way, [elapsed_ms(partial(work, count, first)) for first in firsts][2:])
+            copies = [elapsed_ms(partial(filled.copied, count, first)) for first in firsts]
+            put_rate(rows, filled, count, "copy kernel", copies[2:])
         rows.put("fill_wrong", "experts", [wrong], done=done, expert_mib=kib / KIB)
         if wrong:
             raise AssertionError(f"{wrong} of {done} filled slots hold other bytes than their experts")
@@ -203,7 +189,6 @@ def fill(rows: Rows) -> None:
 def put_rate(rows: Rows, filled: Filled, count: int, way: str, times: list[float]) -> None:
     rates = [gb_per_s(count * filled.nbytes, ms) for ms in times]
     rows.put("fill", "GB/s", rates, way=way, fills=count, expert_mib=filled.nbytes / MIB)
-    rows.put("fill_time", "ms", times, way=way, fills=count, expert_mib=filled.nbytes / MIB)
 
 
 def where_slots_lie(rows: Rows, filled: Filled, mib: float) -> None:

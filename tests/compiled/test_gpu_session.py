@@ -121,7 +121,7 @@ def test_dry_run_compiles_everything_and_starts_no_cuda(session):
         "paged_experts --enable-paged-experts --paged-experts-num-resident 72",
         "without_buffers --expert-offload-num-resident 0 --expert-offload-slots 72",
         '--expert-offload-config {"stream_buffer_gb": "0"}',
-        "--speculative-algorithm NEXTN",
+        "--speculative-algorithm NGRAM",
     ):
         assert words in said.stdout
 
@@ -137,7 +137,7 @@ def test_a_dry_run_goes_on_after_a_failure_and_names_it(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.canary_parts", SimpleNamespace(PARTS={}))
     assert dry_run.main(["slots_parts", "canary_parts", "host_parts"]) == 1
     out, err = capfd.readouterr()
-    assert "== host_parts: link, reach, populate\n" in out
+    assert "== host_parts: link, reach\n" in out
     assert "no such kernel" in err
     assert "canary_parts has no part {'canary'}" in err
     assert err.splitlines()[-1] == "dry run failed in slots_parts, canary_parts"
@@ -175,7 +175,7 @@ def test_a_result_says_where_it_is_from_and_keeps_every_repeat(ran, section):
     record = ran.record(section)
     machine = record["environment"]
     assert machine["device"] == "NVIDIA H200"
-    for name in ("driver", "cuda_of_torch", "nvcc", "torch", "triton", "python", "commit", "sources_sha256"):
+    for name in ("driver", "cuda_of_torch", "nvcc", "torch", "triton", "python", "commit"):
         assert name in machine
     assert machine["code"] == shown_code.digests()
     assert f"slots {machine['code']['slots']}" in (ran.out / f"{section}.log").read_text().splitlines()[1]
@@ -203,14 +203,10 @@ def test_every_way_and_every_arm_is_run(ran):
 
     assert values("ops", "link", "link", "of") == {"sequential", "scattered", "copied", "engine"}
     assert values("ops", "link", "link_seconds", "of") == {"one rank alone", "all at once"}
-    assert values("ops", "reach", "reach", "cpu") == {"idle", "copies on all cores"}
     assert values("ops", "reach", "reach", "gib") == {8 / 1024, 32 / 1024}
-    assert values("ops", "populate", "populate", "way") == {"prefetch", "CPU writes", "reads of a cached file"}
-    assert values("ops", "populate", "populate", "threads") == {1, 2, 4, 8}
     assert values("ops", "sustained", "sustained", "moves") == {"none", *(f"{mib} MiB a call" for mib in (2, 4, 8))}
     assert values("slots", "resolve", "resolve", "slots") == {64, 192}
-    ways = {"slots", "copy kernel", "copy engine, device to device", "a kernel of torch"}
-    assert values("slots", "fill", "fill", "way") == ways
+    assert values("slots", "fill", "fill", "way") == {"slots", "copy kernel"}
     assert values("slots", "fill", "fill_wrong", "expert_mib") == {48 / 1024, 64 / 1024}
     functions = {"triton": {"Triton, bf16", "Triton, FP8"}, "marlin": {"Marlin"}}
     for part, names in (functions | {"deep_gemm": {"DeepGEMM, compact", "DeepGEMM, masked"}}).items():
@@ -227,7 +223,6 @@ from pathlib import Path
 path, *cases = sys.argv[1:]
 import torch._dynamo  # else each process would, to capture graphs
 from benchmarks.gpu.rows import Rows
-from benchmarks.gpu.host_parts import *
 from benchmarks.gpu.runner_parts import *
 from benchmarks.gpu.slots_parts import *
 from sglang_uvm_offload.streaming import model_slots
@@ -257,10 +252,6 @@ counts, first = ServedLayer.counts, []
 ServedLayer.counts = lambda self: first[0] if first else first.append(counts(self)) or first[0]
 """
 NOTHING_RESOLVES = "CudaSlots.resolve = lambda self, *rest: None"
-LOSES_A_CHUNK = """
-whole = os.preadv
-os.preadv = lambda file, parts, at: len(parts[0]) if at else whole(file, parts, at)
-"""
 BROKEN = {
     ("fill(rows)", NOTHING_RESOLVES): "15 of 15 filled slots hold other bytes",
     ("resolve(rows)", "Resolved._fill = lambda self, slots: None"): "fills in steps whose experts were all in slots",
@@ -273,7 +264,6 @@ BROKEN = {
     ("marlin(rows)", ONE_TENSOR): "3 replays differ (0 over plain VRAM)",
     ("marlin(rows)", "ServedLayer.poison = lambda self, experts: None"): "does not notice that its experts were overwritten",
     ("marlin(rows)", NOT_COUNTED): "3 counts of hits and fills differ",
-    ("populate(rows)", LOSES_A_CHUNK): "reads of a cached file, 1 threads: other bytes than were written",
 }
 """A part, a change of what it uses, and how it must end."""
 
@@ -298,26 +288,26 @@ def test_the_results_are_few_and_small(ran):
 
 
 def test_a_complete_section_is_not_run_again_and_a_failed_part_is(ran, tmp_path):
-    earlier, out = tmp_path / "earlier", tmp_path / "out"
-    earlier.mkdir()
-    (earlier / "slots.json").write_text(json.dumps(ran.record("slots")))
+    def record(name: str) -> dict[str, Any]:
+        return json.loads((tmp_path / f"{name}.json").read_text())
+
     cut = ran.record("ops")
     cut["complete"] = False
     cut["parts"]["moves"] |= {"status": "failed", "rows": []}
-    (earlier / "ops.json").write_text(json.dumps(cut))
-    said = ran.run("slots", "ops", "--from", str(earlier), "--out", str(out))
+    for name, each in (("slots", ran.record("slots")), ("ops", cut)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(each))
+    said = ran.run("ops", "--once", "--out", str(tmp_path))
+    assert said.returncode == 1
+    assert "-- moves" not in said.stdout
+    assert "section ops: moves: failed" in said.stderr
+    said = ran.run("slots", "ops", "--out", str(tmp_path))
     assert said.returncode == 0, said.stdout + said.stderr
     assert "section slots: complete in" in said.stdout
     assert "-- moves: done" in said.stdout
     assert "-- contract" not in said.stdout
-    again = json.loads((out / "ops.json").read_text())
-    assert again["complete"] is True
-    assert again["parts"]["contract"] == cut["parts"]["contract"]
-    assert len(again["started"]) == 2
-    said = ran.run("ops", "--once", "--from", str(earlier), "--out", str(tmp_path / "once"))
-    assert said.returncode == 1
-    assert "-- moves" not in said.stdout
-    assert "section ops: moves: failed" in said.stderr
+    assert record("ops")["complete"] is True
+    assert record("ops")["parts"]["contract"] == cut["parts"]["contract"]
+    assert len(record("ops")["started"]) == 3
 
 
 def test_a_failing_section_is_named_with_its_parts(ran, tmp_path):
@@ -364,8 +354,8 @@ def test_servers_are_run_and_nothing_is_called_a_measurement(served):
     assert cells[1]["offload"]["offloaded_bytes"] == cells[1]["expected_offloaded_bytes"]
     assert {goal["met"] for goal in record["goals"]} == {None}
     judged = [goal["goal"] for goal in record["goals"] if goal["ratio"] is not None]
-    assert len(judged) == 6, "the others are of other parts"
-    assert "a server's decode time, 78 % resident over all (worst batch)" in judged
+    assert len(judged) == 4, "the others are of other parts"
+    assert "a server's seconds of loading a GiB, with offloading over without (worst)" in judged
     assert "NOT MEASUREMENTS" in (folder / "server.log").read_text()
     kept = {path.name.partition(".log")[0]: serve_log.read(path) for path in served.logs.glob("m*")}
     assert kept.keys() == {"most-1-resident-1", "most-1-frequency-0.5"}
@@ -382,40 +372,13 @@ def test_the_report_is_made_from_the_section_alone(served, tmp_path):
     assert f"| frequency 50% | {what} | 1 of 1 | yes |" in text
 
 
-@pytest.mark.nightly
-def test_residents_follow_the_traffic_of_a_server_with_its_own_defaults(served, tmp_path):
-    said = served.run("server:continuous", "--out", str(tmp_path))
-    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
-    record = json.loads((tmp_path / "server.json").read_text())
-    cells = [each["cell"] for each in record["parts"]["continuous"]["rows"] if each["row"] == "cell"]
-    assert [(cell["contender"], cell["error"]) for cell in cells] == [("resident", None), ("continuous", None)]
-    ours = cells[1]
-    assert ours["outputs"]["same"] is True
-    assert len(ours["answers"]) == 2 * record["parts"]["continuous"]["rows"][0]["run"]["sizes"]["answers"]
-    assert ours["offload"]["fault"] is None
-    assert [each["topic"] for each in ours["traffic"]["rounds"]] == ["before", "before", "after", "after"]
-    assert sum(each["moves"] for each in ours["traffic"]["rounds"]) > 0
-    assert all(0 < each["routed_resident"] <= each["routed"] for each in ours["traffic"]["rounds"])
-    for cell in cells:
-        assert cell["engine"]["decode_graph_batches"] == [], "no graph is captured on a CPU"
-        assert cell["engine"]["batches"]["prefill"]["eager"] > 0
-    (promotions,) = [goal for goal in record["goals"] if goal["goal"].startswith("promotions")]
-    assert promotions["ratio"] is not None
-
-
-ENGINE = {"decode_graph_batches": [1, 2], "batches": {"decode": {"graph": 3, "eager": 0}}}
-
-
-def test_a_part_fails_where_moves_stop_or_steps_run_without_graphs(modules):
+def test_a_part_fails_where_moves_stop(modules):
     from benchmarks.gpu import server_parts
 
-    cell = {"contender": "continuous", "offload": {"fault": None}, "engine": ENGINE}
+    cell = {"contender": "frequency", "offload": {"fault": None}}
     server_parts.check_moves([cell, {"contender": "resident"}])
-    server_parts.check_graphs([cell, {"contender": "resident"}])
-    with pytest.raises(AssertionError, match="moving experts stopped in continuous: no VRAM"):
+    with pytest.raises(AssertionError, match="moving experts stopped in frequency: no VRAM"):
         server_parts.check_moves([cell | {"offload": {"fault": "no VRAM"}}])
-    with pytest.raises(AssertionError, match="continuous: SGLang captured no decode graph"):
-        server_parts.check_graphs([cell | {"engine": ENGINE | {"decode_graph_batches": []}}])
 
 
 def test_a_part_fails_where_a_server_streams_against_its_name(modules):
@@ -504,47 +467,22 @@ def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
     assert 16 * offloaded["offload_num_in_group"] / offloaded["offload_group_size"] == 8 + 2 - 2
 
 
-def test_sglang_is_given_backends_only_where_it_cannot_have_its_own(modules, monkeypatch):
-    from benchmarks.gpu import server_parts
-
-    plan = server_parts.PLAN
-    assert [name for name, served in plan.items() if served.own_defaults] == ["continuous"]
-    monkeypatch.setattr(server_parts, "importable", lambda package: True)
-    assert server_parts.server_args(plan["continuous"]) == []
-    assert "--disable-prefill-cuda-graph" in server_parts.server_args(plan["most"])
-    monkeypatch.setattr(server_parts, "importable", lambda package: package != "xgrammar")
-    assert server_parts.server_args(plan["continuous"]) == ["--grammar-backend", "none"]
-
-
-SIZE = {"decode": "batch", "prefill": "tokens"}
-
-
 def goal(modules, words: str) -> int:
     """The number of the one goal of servers that is about this."""
     (found,) = [number for number, each in enumerate(modules["goals"].GOALS["server"]) if words in each.text]
     return found
 
 
-def test_every_size_and_share_that_a_goal_of_servers_names_is_served(modules):
+def test_every_batch_that_a_goal_of_servers_names_is_served(modules):
     from benchmarks.gpu import server_parts
 
     found: dict[str, list[dict]] = {}
     for part, served in server_parts.PLAN.items():
-        sizes = server_parts.sizes(served, False)
-        cases = [("decode", size) for size in sizes.batches] + [("prefill", size) for size in sizes.prompts]
-        shares = {"resident": 1.0} | dict.fromkeys(served.contenders, served.residency)
-        found[part] = [
-            row(kind, [1.0], contender=name, resident=share, **{SIZE[kind]: size})
-            for name, share in shares.items()
-            for kind, size in cases
-        ]
-    over = [
-        number
-        for number, each in enumerate(modules["goals"].GOALS["server"])
-        if "decode time" in each.text or "likewise" in each.text
-    ]
-    for number in {*over, goal(modules, "paged experts' prefill time")} - {goal(modules, "decode time over all resident plus")}:
-        assert judged(modules, "server", number, found)["ratio"] == 1.0, modules["goals"].GOALS["server"][number].text
+        batches, names = server_parts.sizes(served, False).batches, ("resident", *served.contenders)
+        found[part] = [row("decode", [1.0], contender=name, batch=batch) for name in names for batch in batches]
+    over = [each for each in modules["goals"].GOALS["server"] if "decode time" in each.text and "all resident" not in each.text]
+    assert len(over) == 4
+    assert [each.ratio(with_medians(modules, found))[0] for each in over] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -569,57 +507,37 @@ def test_a_part_fails_where_the_reference_or_the_plugin_does(modules, contender,
             server_parts.check_answers([cell])
 
 
-ALIKE = {"fault": None, "offloaded_bytes": 1, "streamed_bytes": 1, "zero_copy_bytes": 1, "moves": 1, "draft_zero_copy_bytes": 1}
+ALIKE = {"fault": None, "offloaded_bytes": 1, "streamed_bytes": 1, "zero_copy_bytes": 1, "moves": 1}
 
 
 @pytest.mark.parametrize(
-    ("mode", "same", "state", "told"),
+    ("same", "state", "told"),
     [
-        ("drafts", [True, True], {}, []),
-        ("updates", [True, True], {"draft_zero_copy_bytes": 0}, []),
-        ("updates", [True, False], {}, ["1 of 2 answers differ"]),
-        ("cache", [True], {"fault": "no VRAM"}, ["moving experts stopped: no VRAM"]),
-        ("fp8", [True], {"streamed_bytes": 0, "moves": 0}, ["no streamed_bytes", "no moves"]),
-        ("drafts", [True], {"draft_zero_copy_bytes": 0}, ["no expert of a draft layer was read in place"]),
+        ([True, True], {}, []),
+        ([True, False], {}, ["1 of 2 answers differ"]),
+        ([True], {"fault": "no VRAM"}, ["moving experts stopped: no VRAM"]),
+        ([True], {"streamed_bytes": 0, "moves": 0}, ["no streamed_bytes", "no moves"]),
     ],
 )
-def test_a_mode_fails_where_answers_differ_or_would_say_nothing(modules, mode, same, state, told):
+def test_a_mode_fails_where_answers_differ_or_would_say_nothing(modules, same, state, told):
     from benchmarks.gpu import modes_parts
 
-    assert modes_parts.problems(modes_parts.MODES[mode], same, ALIKE | state) == told
+    assert modes_parts.problems(same, ALIKE | state) == told
 
 
-def test_modes_are_judged_by_all_their_answers(modules):
-    alike, other = ([row("same_answers", values, contender="offload")] for values in ([1.0, 1.0], [1.0, 0.0, 0.0]))
-    assert judged(modules, "modes", 0, {"drafts": alike, "updates": alike})["met"] is True
-    verdict = judged(modules, "modes", 0, {"drafts": alike, "updates": other})
-    assert (verdict["ratio"], verdict["met"]) == (2, False)
-    assert verdict["from"] == "5 answers in drafts, updates"
-    assert judged(modules, "modes", 0, {})["ratio"] is None
-
-
-def test_goals_of_servers_take_the_worst_of_the_plugin_and_the_best_of_a_peer(modules):
-    def decode(contender: str, *ms: float, resident: float = 0.5) -> list[dict]:
+def test_a_peer_is_judged_by_the_batch_at_which_it_is_best(modules):
+    def decode(contender: str, *ms: float) -> list[dict]:
         sizes = zip((1, 4, 16, 64), ms, strict=False)
-        return [row("decode", [each], contender=contender, resident=resident, batch=batch) for batch, each in sizes]
+        return [row("decode", [each], contender=contender, batch=batch) for batch, each in sizes]
 
-    def verdict(words: str, rows: list[dict], part: str = "decode") -> dict:
-        return judged(modules, "server", goal(modules, words), {part: rows})
+    def verdict(words: str, *rows: list[dict]) -> dict:
+        return judged(modules, "server", goal(modules, words), {"decode": [each for found in rows for each in found]})
 
-    most = [*decode("resident", 10, 20, resident=1.0), *decode("frequency", 10.2, 22, resident=0.78)]
-    assert verdict("78 % resident", most, "most")["ratio"] == pytest.approx(1.1)
-    paged = decode("paged_experts", 22, 13, 90, 36)
-    rows = [*paged, *decode("frequency", 11, 13)]
-    assert verdict("paged experts' decode time over this plugin's, batch 1", rows)["ratio"] == pytest.approx(2.0)
-    assert verdict("likewise, batch 16 and 64", rows)["ratio"] is None, "this plugin has no figure at batch 16"
-    assert verdict("likewise, batch 16 and 64", [*paged, *decode("frequency", 11, 13, 30, 24)])["ratio"] == pytest.approx(1.5)
-    slots = decode("slots_only", 20, 10, 60, 30)
-    assert verdict("by slots alone (least gain)", [*paged, *slots])["ratio"] == pytest.approx(1.1)
-    without = [*slots, *decode("without_buffers", 10, 20, 30, 30)]
-    assert (verdict("with the buffers' VRAM", without)["ratio"], verdict("with the buffers' VRAM", without)["met"]) == (
-        0.5,
-        False,
-    )
+    paged, slots = decode("paged_experts", 22, 13, 90, 36), decode("slots_only", 20, 10, 60, 30)
+    assert verdict("by slots alone (least gain)", paged, slots)["ratio"] == pytest.approx(1.1)
+    assert verdict("by slots alone (least gain)", paged, slots[:3])["ratio"] is None, "this plugin has no figure at batch 64"
+    found = verdict("with the buffers' VRAM", slots, decode("without_buffers", 10, 20, 30, 30))
+    assert (found["ratio"], found["met"]) == (0.5, False)
     assert verdict("with the buffers' VRAM", slots)["ratio"] is None
 
 
@@ -647,36 +565,14 @@ def test_a_server_is_judged_by_what_the_link_allows(modules):
     assert verdict["ratio"] == pytest.approx(33 / 20), "the resident server takes longer than the link"
 
 
-def test_promotions_are_counted_once_the_traffic_has_changed(modules):
-    def promotions(topic: str, *values: float) -> dict:
-        return row("promotions", list(values), contender="continuous", topic=topic)
-
-    before = promotions("before", 9, 9)
-    number = goal(modules, "promotions")
-    assert judged(modules, "server", number, {"continuous": [before, promotions("after", 0, 0)]})["met"] is False
-    assert judged(modules, "server", number, {"continuous": [before, promotions("after", 0, 2)]})["ratio"] == 2
-
-
-def test_one_server_with_other_answers_fails_the_goal(modules):
-    same = [row("same_answers", [1], contender=name) for name in ("resident", "frequency")]
-    assert judged(modules, "server", 0, {"decode": same})["met"] is True
-    other = [row("same_answers", [0], contender=name) for name in ("frequency", "paged_experts")]
-
+def test_loading_is_judged_by_the_worst_part(modules):
     def loading(resident: float, ours: float) -> list[dict]:
         return [row("load", [seconds], contender=name) for name, seconds in (("resident", resident), ("frequency", ours))]
 
-    assert (
-        judged(modules, "server", goal(modules, "loading"), {"decode": loading(1.0, 1.05), "most": loading(1.0, 0.5)})["met"]
-        is True
-    )
-    assert (
-        judged(modules, "server", goal(modules, "loading"), {"decode": loading(1.0, 1.05), "most": loading(1.0, 1.2)})["met"]
-        is False
-    )
-    assert judged(modules, "server", goal(modules, "loading"), {"decode": same})["ratio"] is None, "no load was timed"
-
-    verdict = judged(modules, "server", 0, {"decode": same, "most": other})
-    assert (verdict["ratio"], verdict["met"]) == (1, False)
+    number = goal(modules, "loading")
+    assert judged(modules, "server", number, {"decode": loading(1.0, 1.05), "most": loading(1.0, 0.5)})["met"] is True
+    assert judged(modules, "server", number, {"decode": loading(1.0, 1.05), "most": loading(1.0, 1.2)})["met"] is False
+    assert judged(modules, "server", number, {"decode": []})["ratio"] is None, "no load was timed"
 
 
 # ---- the rules, without any CUDA ----
@@ -688,7 +584,7 @@ def test_no_plan_takes_a_third_of_a_card_of_80_gb(modules):
     free, host = 78 << 30, 120 << 30
     for section in sections.SECTIONS.values():
         assert [sections.too_much(part, free, host, small=False) for part in section.parts] == [[]] * len(section.parts)
-        assert max(part.expected for part in section.parts) < sections.SECTION_SECONDS < 8 * 60
+        assert max(part.expected for part in section.parts) < modules["session"].CALL_SECONDS - 120
     reach = next(part for part in sections.OPS.parts if part.name == "reach")
     (reason,) = sections.too_much(reach, 72 << 30, host, small=False)
     assert "reach plans 24.0 GiB of managed memory" in reason
@@ -706,7 +602,7 @@ def test_parts_too_large_for_the_machine_are_left_out_and_the_others_run(modules
         session.run_section(
             section,
             {part.name for part in section.parts},
-            SimpleNamespace(out=tmp_path, again=True, once=False, earlier=None),
+            SimpleNamespace(out=tmp_path, again=True, once=False),
             session.Call(570),
         )
     record = json.loads((tmp_path / "ops.json").read_text())
@@ -862,7 +758,7 @@ def test_a_part_without_time_keeps_its_earlier_rows(modules, tmp_path, monkeypat
     cut = {"status": "cut short", "error": None, "rows": [row("note", [1]) | {"median": 1, "low": 1, "high": 1}]}
     (tmp_path / "slots.json").write_text(json.dumps({"environment": machine, "parts": {"fill": cut}, "complete": False}))
     monkeypatch.setattr(session, "describe_machine", lambda call: machine)
-    wanted = SimpleNamespace(out=tmp_path, again=False, once=False, earlier=None)
+    wanted = SimpleNamespace(out=tmp_path, again=False, once=False)
     with pytest.raises(session.SectionFailure, match=r"^fill: cut short"):
         session.run_section(section, {"fill"}, wanted, session.Call(1))
     assert json.loads((tmp_path / "slots.json").read_text())["parts"]["fill"] == cut
@@ -877,12 +773,13 @@ def test_a_part_that_would_not_fit_is_left_for_the_next_run(modules, tmp_path):
 
 @pytest.mark.parametrize("changed", ["device", "driver", "torch", "code", "measured"])
 def test_results_of_another_machine_are_not_gone_on_from(modules, tmp_path, changed):
-    session, section = modules["session"], modules["sections"].OPS
+    earlier, path = modules["session"].earlier_record, tmp_path / "ops.json"
     here = {"device": "NVIDIA H200", "driver": "580.1", "cuda_of_torch": "13.0", "torch": "2.11"}
     here |= {"code": {"slots": "1"}, "measured": True}
-    (tmp_path / "ops.json").write_text(json.dumps({"environment": here, "parts": {}, "complete": True}))
-    assert session.earlier_record(section, here, [None, tmp_path])["complete"] is True
-    assert session.earlier_record(section, here | {changed: "other"}, [tmp_path]) is None
+    assert earlier(path, here) is None
+    path.write_text(json.dumps({"environment": here, "parts": {}, "complete": True}))
+    assert earlier(path, here)["complete"] is True
+    assert earlier(path, here | {changed: "other"}) is None
 
 
 def test_half_a_line_of_a_killed_part_is_dropped(modules, tmp_path):
@@ -892,8 +789,11 @@ def test_half_a_line_of_a_killed_part_is_dropped(modules, tmp_path):
 
 
 def judged(modules, section: str, goal: int, parts: dict[str, list[dict]], measured: bool = True) -> dict:
-    rows = {part: [modules["rows"].summarise(row) for row in found] for part, found in parts.items()}
-    return modules["goals"].GOALS[section][goal].judge(rows, measured)
+    return modules["goals"].GOALS[section][goal].judge(with_medians(modules, parts), measured)
+
+
+def with_medians(modules, parts: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    return {part: [modules["rows"].summarise(row) for row in found] for part, found in parts.items()}
 
 
 def row(name: str, values: list[float], **labels: object) -> dict:
@@ -901,84 +801,46 @@ def row(name: str, values: list[float], **labels: object) -> dict:
 
 
 def test_goals_are_judged_by_medians_of_one_run(modules):
-    def fills(wrong: float) -> dict:
-        return {"fill": [row("fill_wrong", [each], done=7) for each in (0, wrong)]}
-
-    assert judged(modules, "slots", 0, fills(0))["met"] is True
-    assert judged(modules, "slots", 0, fills(0))["from"] == "of 14"
-    assert judged(modules, "slots", 0, fills(3))["met"] is False
-    assert judged(modules, "slots", 0, fills(0), measured=False)["met"] is None
-    assert judged(modules, "slots", 0, {})["ratio"] is None
-
     def with_room(*found: float) -> dict:
         return {"noticing": [row("noticing", list(found), figure="noticed with room")]}
 
     assert judged(modules, "eviction", 0, with_room(0, 0, 0))["met"] is True
     assert judged(modules, "eviction", 0, with_room(0, 0, 5))["met"] is False, "one false alarm is one too many"
+    assert judged(modules, "eviction", 0, with_room(0, 0, 0), measured=False)["met"] is None
     beside = row("noticing", [0, 7], figure="noticed with room, beside reads that fill the link")
     assert judged(modules, "eviction", 0, {"noticing": [*with_room(0)["noticing"], beside]})["ratio"] == 7
     assert judged(modules, "eviction", 0, {})["ratio"] is None
-
-    moves = {"moves": 1000, "captures": 1, "moved_gb": 1.0}
-    assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **moves)]})["met"] is True
-    assert judged(modules, "ops", 0, {"moves": [row("moves", [1], **moves)]})["met"] is False
-    assert judged(modules, "ops", 0, {"moves": [row("moves", [0], **(moves | {"captures": 2}))]})["met"] is False
 
     def after_load(error: float) -> dict:
         loads = (0.01, error)
         return {"load": [row("load", [each], figure="error of VRAM used") for each in loads]}
 
-    assert judged(modules, "ops", 1, after_load(0.12))["met"] is True
-    assert judged(modules, "ops", 1, after_load(0.13))["met"] is False
+    assert judged(modules, "ops", 0, after_load(0.12))["met"] is True
+    assert judged(modules, "ops", 0, after_load(0.13))["met"] is False
 
 
-def test_host_memory_is_judged_by_what_the_copy_engine_neighbours_and_a_prefetch_reach(modules):
+def test_the_link_is_judged_by_what_pinned_memory_and_neighbours_reach(modules):
     def link(engine: float, alone: float) -> dict:
         pinned, together = row("link_pinned", [50.0]), row("link_seconds", [0.2], of="all at once")
         return {
             "link": [row("link", [engine], of="engine"), pinned, row("link_seconds", [alone], of="one rank alone"), together]
         }
 
-    assert judged(modules, "ops", 2, link(46.0, 0.2))["met"] is True
-    assert judged(modules, "ops", 2, link(44.0, 0.2))["met"] is False
-    assert judged(modules, "ops", 3, link(46.0, 0.2))["ratio"] == pytest.approx(1.8)
-    assert judged(modules, "ops", 3, link(46.0, 0.3))["met"] is False
+    assert judged(modules, "ops", 1, link(46.0, 0.2))["met"] is True
+    assert judged(modules, "ops", 1, link(44.0, 0.2))["met"] is False
+    assert judged(modules, "ops", 2, link(46.0, 0.2))["ratio"] == pytest.approx(1.8)
+    assert judged(modules, "ops", 2, link(46.0, 0.3))["met"] is False
 
-    def reached(gib: int, cpu: str, scattered: float) -> list[dict]:
-        labels = {"gib": gib, "cpu": cpu}
-        return [row("reach", [50.0], of="sequential", **labels), row("reach", [scattered], of="scattered", **labels)]
+    def reached(gib: int, scattered: float) -> list[dict]:
+        return [row("reach", [50.0], of="sequential", gib=gib), row("reach", [scattered], of="scattered", gib=gib)]
 
-    found = [*reached(1, "idle", 10.0), *reached(24, "idle", 46.0), *reached(24, "copies on all cores", 5.0)]
-    assert judged(modules, "ops", 4, {"reach": found})["ratio"] == pytest.approx(0.92), (
-        "of the most memory, while the CPU is idle"
-    )
-    ways = (
-        ("prefetch", 1, 5.0),
-        ("CPU writes", 4, 9.0),
-        ("reads of a cached file", 1, 2.0),
-        ("reads of a cached file", 4, 4.0),
-    )
-    populated = [row("populate", [rate], way=way, threads=threads) for way, threads, rate in ways]
-    assert judged(modules, "ops", 5, {"populate": populated})["ratio"] == pytest.approx(0.8)
+    found = [*reached(24, 46.0), *reached(1, 10.0)]
+    assert judged(modules, "ops", 3, {"reach": found})["ratio"] == pytest.approx(0.92), "of the most memory"
+    assert judged(modules, "ops", 3, {})["ratio"] is None
     sizes = (("none", 1.0), ("2 MiB a call", 3.0), ("16 MiB a call", 4.0), ("128 MiB a call", 5.0))
     replays = [row("sustained", [ms], figure="p99", moves=moves) for moves, ms in sizes]
-    assert judged(modules, "ops", 6, {"sustained": replays})["ratio"] == pytest.approx(0.8)
-    assert judged(modules, "ops", 6, {})["ratio"] is None
-    wrong = [row("sustained_wrong", [count], done=9) for count in (0, 2)]
-    assert judged(modules, "ops", 7, {"sustained": wrong})["ratio"] == 2
-
-
-def test_the_other_runners_are_judged_by_outputs_counts_and_the_links_rate(modules):
-    replays = [row("function_bits", [each], done=5, function="Marlin", where="slots", kernels="Marlin's") for each in (0, 3)]
-    varies = [row("function_varies", [1], done=5)]
-    for number, part in enumerate(("triton", "marlin", "deep_gemm")):
-        verdict = judged(modules, "runners", number, {part: [*replays, *varies]})
-        assert (verdict["ratio"], verdict["met"]) == (3, False)
-        assert verdict["from"] == "10 replays of Marlin's; 1 differ between two runs over plain VRAM"
-    assert judged(modules, "runners", 1, {"marlin": replays[:1]})["met"] is True
-    counts = [row("function_counts", [each], hits=4) for each in (0, 2)]
-    assert judged(modules, "runners", 3, {"marlin": counts[:1], "deep_gemm": counts[1:]})["met"] is False
-    assert judged(modules, "runners", 3, {"marlin": counts[:1], "deep_gemm": counts[:1]})["met"] is True
+    assert judged(modules, "ops", 4, {"sustained": replays})["ratio"] == pytest.approx(0.8)
+    assert judged(modules, "ops", 4, {})["ratio"] is None
 
 
 @pytest.mark.parametrize(("ms", "met"), [(2.2, True), (2.4, False)])
@@ -990,28 +852,23 @@ def test_a_step_in_place_is_judged_by_its_missed_bytes_and_the_links_rate(module
         for where, missed, took in (("plain", 0, 1), ("in place", 0.05, 9), ("in place, expert 0 in VRAM", 0.05, slowest)):
             same = {"function": "DeepGEMM, masked", "batch": batch}
             steps.append(row("function_step", [took], where=where, missed_gb=missed, **same))
-    verdict = judged(modules, "runners", 6, {"deep_gemm": steps, **link})
+    verdict = judged(modules, "runners", 2, {"deep_gemm": steps, **link})
     assert (verdict["met"], verdict["ratio"]) == (met, pytest.approx(ms / 2))
     assert verdict["from"].startswith("DeepGEMM, masked, batch 4: ")
-    assert judged(modules, "runners", 6, {"deep_gemm": steps})["ratio"] is None, "the link was not measured"
+    assert judged(modules, "runners", 2, {"deep_gemm": steps})["ratio"] is None, "the link was not measured"
 
 
 def test_the_worst_of_the_slots_costs_and_rates_decides(modules):
     times = [row("resolve", [us], slots=64, batch=batch) for batch, us in ((1, 5.0), (8, 1.9))]
-    assert judged(modules, "slots", 1, {"resolve": times})["met"] is False
-    assert judged(modules, "slots", 1, {"resolve": times[1:]})["met"] is True
+    assert judged(modules, "slots", 0, {"resolve": times})["met"] is False
+    assert judged(modules, "slots", 0, {"resolve": times[1:]})["met"] is True
 
     def fills(count: int, **rates: float) -> list[dict]:
-        ways = {
-            "slots": "slots",
-            "kernel": "copy kernel",
-            "engine": "copy engine, device to device",
-            "torch": "a kernel of torch",
-        }
+        ways = {"slots": "slots", "kernel": "copy kernel"}
         return [row("fill", [rate], way=ways[name], fills=count, expert_mib=3.0) for name, rate in rates.items()]
 
-    found = [*fills(1, slots=10.0, kernel=50.0), *fills(8, slots=46.0, kernel=48.0, engine=50.0, torch=99.0)]
-    assert judged(modules, "slots", 2, {"fill": found})["ratio"] == pytest.approx(0.92), "the faster copy, of several fills"
-    assert judged(modules, "slots", 2, {"fill": found[:2]})["ratio"] is None
+    found = [*fills(1, slots=10.0, kernel=50.0), *fills(8, slots=46.0, kernel=50.0)]
+    assert judged(modules, "slots", 1, {"fill": found})["ratio"] == pytest.approx(0.92), "of several fills"
+    assert judged(modules, "slots", 1, {"fill": found[:2]})["ratio"] is None
     reads = [row("slot_read", [rate], what=what, expert_mib=3.0) for what, rate in (("slots", 50.0), ("plain VRAM", 3000.0))]
-    assert judged(modules, "slots", 3, {"fill": reads})["met"] is False, "such slots are in host RAM"
+    assert judged(modules, "slots", 2, {"fill": reads})["met"] is False, "such slots are in host RAM"

@@ -32,7 +32,6 @@ FAILED_POINT = [{"kind": "decode", "size": 1, "error": None}, {"kind": "decode",
         (cell("paged_experts", error="the server ended"), ["paged_experts: the server ended"]),
         (cell("frequency", points=FAILED_POINT), ["frequency: HTTP 500"]),
         (cell("frequency", points=[{"kind": "decode", "size": 1, "error": serve_client.NOT_RESOLVED + ": noise"}]), []),
-        (cell("resident", bench={"error": "no time"}), ["resident: no time"]),
         ({"contender": "paged_experts", "error": "not to be served", "points": []}, []),
     ],
 )

@@ -37,7 +37,7 @@ def wanted_run(folder: Path, ahead_seconds: float, served: Callable[[Row], None]
         contenders=["first_n", "paged_experts", "cpu_offload_gb"],
         residencies=[0.05],
         repeats=1,
-        sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 0, 8, 8, 64),
+        sizes=Sizes((1,), (8,), 8, 1, 2, 1, 1, 1, 64),
         prompts=lambda request, length: [1] * length,
         ahead_seconds=ahead_seconds,
         served=served,

@@ -67,7 +67,7 @@ def generate(server: Server, text: str) -> dict[str, Any]:
 
 def decoded(server: Server) -> Timed:
     """As the benchmark times it."""
-    client, sizes = Client(server.url, patience(60)), Sizes((2,), (8,), 8, 2, 9, 2, 1, 4, 0, 8, 4, 16)
+    client, sizes = Client(server.url, patience(60)), Sizes((2,), (8,), 8, 2, 9, 2, 1, 4, 16)
     counters = (lambda: counted(client)) if client.offload() else None
     return decode(client, random_prompts(320, 1), 2, sizes, counters)
 

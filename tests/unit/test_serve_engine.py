@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks import serve_engine
 
 DECODED = (
@@ -30,18 +28,3 @@ def test_backends_captures_and_logged_batches_are_told() -> None:
         "Capture target decode CUDA graph",
     ]
     assert engine["batches"] == {"prefill": {"graph": 1, "eager": 0}, "decode": {"graph": 2, "eager": 0}}
-    assert serve_engine.decode_problem(engine) is None
-
-
-@pytest.mark.parametrize(
-    ("state", "log", "problem"),
-    [
-        ({"decode_cuda_graph_bs": []}, LOG, "SGLang captured no decode graph"),
-        ({}, LOG, "SGLang captured no decode graph"),
-        (STATE, LOG + DECODED.format(False), "1 of 3 decode batches in the log ran without a graph"),
-        (STATE, "", "the log names no decode batch that ran as a graph"),
-        (STATE, DECODED.format(True).replace("cuda", "cpu").replace("True", "False"), "1 of 1 decode batches"),
-    ],
-)
-def test_a_server_that_decodes_without_graphs_is_told(state: dict, log: str, problem: str) -> None:
-    assert str(serve_engine.decode_problem(serve_engine.describe(state, log))).startswith(problem)
