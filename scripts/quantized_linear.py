@@ -109,19 +109,14 @@ def _names(name: str) -> tuple[str, str, str]:
 
 
 def _fp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    rows: _Rows = [("weight", "F8_E4M3", (out, into))]
-    if block := quant.get("weight_block_size"):
-        return [*rows, ("weight_scale_inv", "F32", (-(-out // block[0]), -(-into // block[1])))]
-    static = [("input_scale", "F32", ())] if quant.get("activation_scheme") == "static" else []
-    return [*rows, ("weight_scale", "F32", ()), *static]
-
-
-def _modelopt_fp8(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    return [("weight", "F8_E4M3", (out, into)), ("weight_scale", "F32", ()), ("input_scale", "F32", ())]
+    block = quant.get("weight_block_size")
+    if not block:
+        raise UnknownTensors("the tensors of FP8 with a scale for a whole tensor are not known here")
+    return [("weight", "F8_E4M3", (out, into)), ("weight_scale_inv", "F32", (-(-out // block[0]), -(-into // block[1])))]
 
 
 def _modelopt_fp4(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    group = _group(quant, NVFP4_GROUP)
+    group = quant.get("group_size") or NVFP4_GROUP
     return [
         ("weight", "U8", (out, into // 2)),
         ("weight_scale", "F8_E4M3", (out, -(-into // group))),
@@ -130,51 +125,17 @@ def _modelopt_fp4(quant: Mapping[str, Any], dtype: str, name: str, out: int, int
     ]
 
 
-def _modelopt_mixed(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    """Each module as ``quantized_layers`` has it, which names one of its own or one above it; the others are not quantised."""
-    layers = quant.get("quantized_layers") or {}
-    parts = name.split(".")
-    above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    found = next((layers[each] for module in above for each in _names(module) if each in layers), None)
-    if found is None:
-        return [("weight", dtype, (out, into))]
-    algorithm = str(found.get("quant_algo"))
-    if "FP4" not in algorithm and algorithm != "FP8":
-        raise UnknownTensors(f"the tensors of ModelOpt's {algorithm!r} ({name}) are not known here")
-    return (_modelopt_fp8 if algorithm == "FP8" else _modelopt_fp4)(found, dtype, name, out, into)
-
-
 def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
+    """Integers of 4 or 8 bits, packed, with a scale for a group."""
     group = _config_group(quant, name)
     if group is None:
         return [("weight", dtype, (out, into))]
-    weights, kind = group.get("weights") or {}, group.get("format") or quant.get("format")
-    scales = weights.get("group_size") if weights.get("strategy") in ("group", "tensor_group") else None
-    columns = -(-into // scales) if isinstance(scales, int) and scales > 0 else 1
-    bits = weights.get("num_bits")
-    if kind == "pack-quantized" and bits in (4, 8):
-        zeros: _Rows = [] if weights.get("symmetric", True) else [("weight_zero_point", "I32", (out * bits // 32, columns))]
-        packed: _Rows = [("weight_packed", "I32", (out, -(-into * bits // 32))), ("weight_shape", "I64", (2,))]
-        return [*packed, ("weight_scale", dtype, (out, columns)), *zeros]
-    if kind == "nvfp4-pack-quantized":
-        scale: _Rows = [("weight_packed", "U8", (out, into // 2)), ("weight_scale", "F8_E4M3", (out, columns))]
-        inputs: _Rows = [("input_global_scale", "F32", (1,))] if group.get("input_activations") else []
-        return [*scale, ("weight_global_scale", "F32", (1,)), *inputs]
-    if kind == "mxfp4-pack-quantized":
-        return [("weight_packed", "U8", (out, into // 2)), ("weight_scale", "U8", (out, columns))]
-    if kind in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8:
-        return [
-            ("weight", "F8_E4M3" if weights.get("type") == "float" else "I8", (out, into)),
-            _ct_scale(weights, dtype, out, into),
-        ]
-    raise UnknownTensors(f"the tensors of compressed-tensors' {kind!r} are not known from a config here")
-
-
-def _ct_scale(weights: Mapping[str, Any], dtype: str, out: int, into: int) -> tuple[str, str, tuple[int, ...]]:
-    block = weights.get("block_structure")
-    if weights.get("strategy") == "block" and isinstance(block, list) and len(block) == 2:
-        return "weight_scale", dtype, (-(-out // block[0]), -(-into // block[1]))
-    return "weight_scale", dtype, (out, 1) if weights.get("strategy") == "channel" else (1,)
+    weights, kind = group["weights"], group.get("format") or quant.get("format")
+    bits, scales = weights.get("num_bits"), weights.get("group_size")
+    if kind != "pack-quantized" or bits not in (4, 8) or not scales or not weights.get("symmetric", True):
+        raise UnknownTensors(f"the tensors of compressed-tensors' {kind!r} of {bits} bits are not known here")
+    packed: _Rows = [("weight_packed", "I32", (out, -(-into * bits // 32))), ("weight_shape", "I64", (2,))]
+    return [*packed, ("weight_scale", dtype, (out, -(-into // scales)))]
 
 
 def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -185,15 +146,8 @@ def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | No
     return next(named, None) or next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
 
 
-def _group(quant: Mapping[str, Any], usual: int) -> int:
-    given = quant.get("group_size")
-    return given if isinstance(given, int) and given > 0 else usual
-
-
 _WRITERS: Mapping[str, Callable[[Mapping[str, Any], str, str, int, int], _Rows]] = {
     "fp8": _fp8,
-    "modelopt_fp8": _modelopt_fp8,
     "modelopt_fp4": _modelopt_fp4,
-    "modelopt_mixed": _modelopt_mixed,
     "compressed-tensors": _compressed_tensors,
 }

@@ -15,6 +15,8 @@ from builders import pages
 
 from benchmarks import lm_eval_results
 
+pytestmark = pytest.mark.sglang
+
 DATE = "2026-01-02T03-04-05"
 SAMPLE = {"filter": "none", "arguments": {"gen_args_0": {"arg_0": "one"}}, "resps": [["two"]]}
 
