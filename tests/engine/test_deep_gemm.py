@@ -35,6 +35,9 @@ PROGRAM = f"""
     print(json.dumps({{name: each.data_ptr() for name, each in served.weights.items()}}))
 """
 
+pytestmark = pytest.mark.nightly
+"""``unit/test_plugin_slot_seam_deep_gemm.py`` has SGLang's runner on a CPU in every run."""
+
 
 @pytest.fixture(scope="module")
 def ran(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], list[dict[str, Any]]]:
@@ -74,7 +77,6 @@ def test_its_kernels_are_captured_after_the_slots_were_resolved(ran):
     assert not at(masked, "resolve_slots")
 
 
-@pytest.mark.nightly
 def test_every_graph_of_a_server_resolves_the_slots_of_each_layer_before_its_gemms(
     checkpoints, standin, tmp_path_factory, monkeypatch
 ):

@@ -9,6 +9,8 @@ from builders.judged import UNKNOWN, Launch, judged, verdict
 from builders.true_shape import checkpoint
 from nursery import Nurseries
 
+pytestmark = pytest.mark.nightly
+"""``test_estimate`` and ``test_engine_shape`` have dtypes and quantisation in every run."""
 N = "--expert-offload-num-resident"
 GPU = ["--device", "cuda", "--sampling-backend", "pytorch", "--grammar-backend", "none", "--skip-tokenizer-init"]
 TOKENS = ["--context-length", "1024", "--max-running-requests", "1", "--max-total-tokens", "4096"]

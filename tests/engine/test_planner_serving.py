@@ -21,12 +21,11 @@ RESIDENT = 3
 @pytest.mark.parametrize(
     ("family", "options", "engine", "parallel"),
     [
-        ("deepseek_v3", {}, {}, Parallel()),
         ("qwen3_moe", {"quant": "fp8"}, {}, Parallel()),
         pytest.param("qwen3_moe", {"quant": "gptq"}, {"quantization": "moe_wna16"}, Parallel(), marks=pytest.mark.nightly),
         ("glm4_moe", {"expert_size": 256}, {"tp_size": 2}, Parallel(tp=2)),
     ],
-    ids=["latent attention", "fp8", "gptq", "two ranks"],
+    ids=["fp8", "gptq", "two ranks"],
 )
 def test_an_engine_takes_the_bytes_that_are_planned(
     checkpoints: Checkpoints,

@@ -36,6 +36,7 @@ def copied(checkpoint: Path, folder: Path, **config: Any) -> Path:
     return folder / "model"
 
 
+@pytest.mark.nightly
 def test_ids_by_layer_are_for_the_layers_that_are_built(checkpoints: Checkpoints, engines: Engines, tmp_path: Path) -> None:
     """The config has words of other families, which this one's model does not read: by them one layer routes to 4 experts."""
     checkpoint = checkpoints("qwen3_moe")

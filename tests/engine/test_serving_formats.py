@@ -20,10 +20,10 @@ def case(quant: str, resident: int, tokens: int | str, *marks: pytest.MarkDecora
     return pytest.param(quant, resident, tokens, marks=marked, id=f"{quant}-{resident}-{tokens}")
 
 
-# Every format as it is used, each night with all steps streamed and with none too; and one of them with other numbers of
-# residents.
+# Formats as they are used, each night INT8 too, and with all steps streamed and with none; and one of them with other numbers
+# of residents. Their bytes are in test_planner_serving.
 CASES = [
-    *(case(quant, EXPERTS // 2, SHORT) for quant in FORMATS),
+    *(case(quant, EXPERTS // 2, SHORT, *([pytest.mark.nightly] if quant == "int8" else ())) for quant in FORMATS),
     *(case(quant, EXPERTS // 2, tokens, pytest.mark.nightly) for quant in FORMATS for tokens in (0, "inf")),
     *(case("fp8", resident, 0, pytest.mark.nightly) for resident in (TOP_K, EXPERTS)),
 ]
@@ -40,12 +40,3 @@ def test_offloaded_quantised_experts_give_the_same_tokens_and_logprobs(
     assert_offloaded(on.server_info, everything_resident=resident == EXPERTS)
     assert_streamed(on, some=tokens != "inf" and resident < EXPERTS)
     assert_same_answers(on, off)
-
-
-def test_the_bytes_offloaded_are_those_of_the_format(checkpoints: Checkpoints, engines: Engines) -> None:
-    """Experts of the same shape take half the bytes in 8 bits that they take in 16."""
-    sizes = {"layers": 2, "hidden": 512, "experts": EXPERTS, "top_k": TOP_K, "expert_size": 128, "dense_size": 512}
-    plain = engines.run(checkpoints("qwen3_moe", **sizes), ["hello"], max_new_tokens=1, expert_offload_num_resident=4)
-    flags = {"expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": SHORT}  # as of fp8-4-8, above
-    fp8 = engines.baseline(checkpoints("qwen3_moe", quant="fp8"), expert_offload_num_resident=4, **flags)
-    assert plain.offload["offloaded_bytes"] == 2 * fp8.offload["offloaded_bytes"]

@@ -21,7 +21,7 @@ from scripts.harness.server import Server, free_port, offload_state
 OFFLOAD: dict[str, Any] = {"dtype": "float32", "expert_offload_num_resident": 8, "enable_metrics": True}
 METRIC = "sglang:expert_offload_resident_bytes"
 GREEDY = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-TRIED = pytest.mark.since("0.5.23", "this server was tried with none that is older")
+pytestmark = [pytest.mark.nightly, pytest.mark.since("0.5.23", "these servers were tried with none that is older")]
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +52,24 @@ def eventually(ready: Callable[[], bool], seconds: float = 240) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.works("Launch", "--grpc-port: native gRPC beside HTTP")
-@pytest.mark.nightly
-@TRIED
-def test_beside_native_grpc_everything_is_served(checkpoint: Path) -> None:
-    with Server(checkpoint, grpc_port=free_port(), **OFFLOAD) as server:
-        assert_whole(server)
-        assert "Native gRPC server started" in server.log
+WHOLE = [
+    pytest.param(
+        "grpc_port", "Native gRPC server started", marks=pytest.mark.works("Launch", "--grpc-port: native gRPC beside HTTP")
+    ),
+    pytest.param("enable_http2", "Granian", marks=pytest.mark.works("Launch", "--enable-http2 (Granian)")),
+]
 
 
-@pytest.mark.works("Launch", "--enable-http2 (Granian)")
-@pytest.mark.nightly
-@TRIED
-def test_over_http2_everything_is_served(checkpoint: Path) -> None:
-    pytest.importorskip("granian", reason="needs sglang[http2]")
-    with Server(checkpoint, enable_http2=True, **OFFLOAD) as server:
+@pytest.mark.parametrize(("flag", "logged"), WHOLE)
+def test_everything_is_served(flag: str, logged: str, checkpoint: Path) -> None:
+    if flag == "enable_http2":
+        pytest.importorskip("granian", reason="needs sglang[http2]")
+    with Server(checkpoint, **{flag: True if flag == "enable_http2" else free_port()}, **OFFLOAD) as server:
         assert_whole(server)
-        assert "Granian" in server.log
+        assert logged in server.log
 
 
 @pytest.mark.works("Launch", "SGLANG_RUST_SERVER=1, without status and actions")
-@pytest.mark.nightly
-@TRIED
 def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
     with Server(checkpoint, env={"SGLANG_RUST_SERVER": "1"}, **OFFLOAD) as server:
         answer = server.post("/generate", {"text": "hello", "sampling_params": GREEDY})
@@ -84,8 +80,6 @@ def test_the_rust_server_has_the_metrics_alone(checkpoint: Path) -> None:
 
 
 @pytest.mark.works("Launch", "--smg-grpc-mode, without status and actions")
-@pytest.mark.nightly
-@TRIED
 def test_the_smg_server_has_the_metrics_on_its_sidecar(checkpoint: Path) -> None:
     pytest.importorskip("smg_grpc_servicer", reason="needs smg-grpc-servicer[sglang]")
     server = Server(checkpoint, smg_grpc_mode=True, smg_http_sidecar_port=(port := free_port()), **OFFLOAD)

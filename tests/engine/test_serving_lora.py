@@ -50,6 +50,7 @@ def ask(
         return said, server.get("/server_info")
 
 
+@pytest.mark.nightly
 @pytest.mark.works("Live change", "LoRA on attention")
 def test_adapters_of_attention_are_served(checkpoints: Checkpoints, engines: Engines, tmp_path: Path) -> None:
     checkpoint = checkpoints("qwen3_moe", dtype="float32")

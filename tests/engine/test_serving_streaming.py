@@ -1,4 +1,4 @@
-"""Steps that stream, where SGLang makes few or odd ones of them."""
+"""Steps that stream, where SGLang makes few or odd ones of them. ``test_serving_http`` has chunks in every run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Residents that follow the traffic run each time with slots, and with several ranks.
-BY_CASE = [pytest.param(case, marks=pytest.mark.nightly if case.startswith("residents") else ()) for case in CASES]
-
-
+@pytest.mark.nightly
 @pytest.mark.works("Launch", "long prompts in chunks")
-@pytest.mark.parametrize("case", BY_CASE)
+@pytest.mark.parametrize("case", CASES)
 def test_answers_stay_the_same(case: str, checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint, changes = checkpoints("qwen3_moe", dtype="float32"), CASES[case]
     prompts = [*PROMPTS, PROMPTS[1] * 5, PROMPTS[1] * 5 + "again"]

@@ -22,7 +22,7 @@ LAYERS, EXPERTS, INTERMEDIATE, TOKENS = 2, 16, 512, 40
 TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2}
 
 
-@pytest.mark.parametrize("tma", ["on", "off"])
+@pytest.mark.parametrize("tma", ["on", pytest.param("off", marks=pytest.mark.nightly)])
 def test_layers_that_share_a_stream_buffer_compute_with_their_own_weights_while_these_move(tma: str, tmp_path: Path) -> None:
     """All layers read a buffer at the same address."""
     env = environment({"TRITON_INTERPRET": "1", "SGLANG_MOE_CONFIG_DIR": str(tmp_path)})
