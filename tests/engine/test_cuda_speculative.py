@@ -14,6 +14,7 @@ from standin.serving import GPU, captures, serve_and_log
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
+pytestmark = pytest.mark.nightly
 FIRST = 9
 """Every token picks the experts from this one on."""
 TOKENS = 24
@@ -63,7 +64,6 @@ def serve(standin: Standin, checkpoint: Path, folder: Path, **drafting: Any) -> 
     return Served(*serve_and_log(job, FIRST, standin.library, folder / "served"))
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Speculation", "NEXTN with graphs, draft layers offloaded")
 def test_offloaded_draft_layers_are_captured_and_counted(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
     """Their experts move to where drafts read them: a draft's step is counted though its graph alone runs."""
@@ -78,7 +78,6 @@ def test_offloaded_draft_layers_are_captured_and_counted(tmp_path: Path, checkpo
     assert moe.count(1) >= 4  # drafts, and what they take in after each check
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Speculation", "EAGLE with graphs")
 def test_drafts_of_eagle(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
     draft = eagle(tmp_path / "draft", "bfloat16")
@@ -86,7 +85,6 @@ def test_drafts_of_eagle(tmp_path: Path, checkpoints: Checkpoints, standin: Stan
     serve(standin, checkpoints("qwen3_moe", expert_size=512), tmp_path, **drafting).assert_graphs_read_managed_experts(3, 2)
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Speculation", "EAGLE3 with graphs")
 def test_drafts_of_eagle_3(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
     checkpoint = checkpoints("qwen3_moe", expert_size=512)
@@ -95,13 +93,11 @@ def test_drafts_of_eagle_3(tmp_path: Path, checkpoints: Checkpoints, standin: St
     serve(standin, checkpoint, tmp_path, **drafting).assert_graphs_read_managed_experts(3, 2)
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Speculation", "NGRAM with graphs")
 def test_drafts_of_n_grams(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:
     serve(standin, checkpoints("qwen3_moe", expert_size=512), tmp_path, **BY_NGRAMS).assert_graphs_read_managed_experts(3, 2)
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Speculation", "adaptive steps (--speculative-adaptive) with graphs")
 @pytest.mark.since("0.5.23", "its adaptive drafts were tried with none that is older")
 def test_drafts_whose_number_follows_what_is_accepted(tmp_path: Path, checkpoints: Checkpoints, standin: Standin) -> None:

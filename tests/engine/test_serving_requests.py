@@ -18,6 +18,7 @@ from serving import Engines
 
 from scripts.harness.server import Server, offload_state
 
+pytestmark = pytest.mark.nightly
 OFFLOAD: dict[str, Any] = {
     **{"expert_offload_num_resident": 6, "expert_offload_adapt": "continuous", "expert_offload_stream_tokens": 16},
     "expert_offload_slots": 2,
@@ -185,7 +186,6 @@ def pair(request: pytest.FixtureRequest, checkpoint: Path, engines: Engines) -> 
     return said
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.works("Requests", what)) for what in ASKED])
 def test_what_is_asked_is_answered_alike(what: str, pair: list[dict[str, Any]]) -> None:
     off, on = pair
@@ -193,7 +193,6 @@ def test_what_is_asked_is_answered_alike(what: str, pair: list[dict[str, Any]]) 
     assert all(on[what].values())
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Requests", "overlap scheduling, priorities, no radix cache, longest output first, chunks of 16")
 def test_experts_moved_meanwhile(pair: list[dict[str, Any]]) -> None:
     _, on = pair
@@ -204,7 +203,6 @@ def test_experts_moved_meanwhile(pair: list[dict[str, Any]]) -> None:
     assert state["fault"] is None
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Launch", "--api-key")
 def test_a_key_guards_the_plugins_routes_too(checkpoint: Path, engines: Engines) -> None:
     with engines.server(checkpoint, api_key="secret", admin_api_key="admin", **OFFLOAD) as server:
@@ -213,7 +211,6 @@ def test_a_key_guards_the_plugins_routes_too(checkpoint: Path, engines: Engines)
                 server.open(path, body)
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Launch", "--load-format dummy")
 def test_dummy_weights_are_those_without_offloading(checkpoint: Path, engines: Engines) -> None:
     flags: dict[str, Any] = {"load_format": "dummy", "dtype": "float32"}

@@ -17,13 +17,12 @@ TRITON: dict[str, Any] = {"moe_runner_backend": "triton", "dtype": "float32", "m
 OFFLOAD: dict[str, Any] = {"expert_offload_warmup_tokens": 16, "expert_offload_stream_tokens": "inf"}
 
 
-def assert_served(on: Result, fills: bool = True) -> None:
+def assert_served(on: Result) -> None:
     """Slots were used, and nothing that is offloaded was served by anything else."""
     assert_offloaded(on.server_info)
     slots = on.offload["slots"]
     assert slots["missing"] is None
-    assert (slots["hits"] > 0, slots["fills"] > 0) == (fills, fills)
-    assert (slots["filled_bytes"] > 0) == fills
+    assert min(slots[name] for name in ("hits", "fills", "filled_bytes")) > 0
 
 
 # Of 16 experts a layer: residents, slots, and more flags.
@@ -39,7 +38,7 @@ SPLITS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 # Those with which most users begin run each time, the others at night.
-USUAL = ("slots alone", "residents that follow the traffic", "long prompts stream")
+USUAL = ("residents that follow the traffic", "long prompts stream")
 BY_SPLIT = [pytest.param(split, marks=() if split in USUAL else pytest.mark.nightly) for split in SPLITS]
 
 
@@ -60,15 +59,7 @@ def test_answers_are_those_without_offloading(split: str, checkpoints: Checkpoin
     assert_same_answers(on, off)
 
 
-def test_a_model_with_a_slot_for_each_expert_reads_each_once(checkpoints: Checkpoints, engines: Engines) -> None:
-    checkpoint = checkpoints("qwen3_moe", dtype="float32")
-    flags = {**OFFLOAD, "expert_offload_num_resident": 0, "expert_offload_slots": 16}
-    on = engines.run(checkpoint, ["a"], **{**TRITON, "max_new_tokens": 64}, env=SHIM, **flags)
-    assert_served(on)
-    assert on.offload["slots"]["fills"] <= on.offload["num_experts"]
-    assert on.offload["slots"]["filled_bytes"] <= on.offload["offloaded_bytes"]
-
-
+@pytest.mark.nightly
 def test_only_the_last_chunk_of_a_prompt_leaves_experts_in_slots(checkpoints: Checkpoints, engines: Engines) -> None:
     """Each slot is filled once at most, where any other chunk would have filled some that the last one needs for others."""
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
@@ -79,26 +70,53 @@ def test_only_the_last_chunk_of_a_prompt_leaves_experts_in_slots(checkpoints: Ch
     assert 0 < on.offload["slots"]["kept"] <= 4 * on.offload["num_layers"]
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "gpt_oss": {"attention_backend": "triton"},
+USUAL_ROW, FORMATS = ("Launch", "--expert-offload-slots"), ("Format", "FP8 in blocks, INT8 and GPTQ with slots")
+RANKS, DRAFTS = ("Parallel", "slots on several ranks"), ("Speculation", "NEXTN with slots")
+EP: dict[str, Any] = {"tp_size": 2, "ep_size": 2}
+EPLB: dict[str, Any] = {
+    **{"enable_eplb": True, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 4},
+    **{"expert_distribution_recorder_buffer_size": 4, **EP},
+}
+NEXTN: dict[str, Any] = {
+    **{"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1},
+    **{"speculative_num_draft_tokens": 3, "attention_backend": "triton", "prompts": PROMPTS[:1]},
+    "env": {"TRITON_INTERPRET": "1", **SHIM},
 }
 
 
+def case(name: str, row: tuple[str, str], family: str = "qwen3_moe", split: tuple[int, int] = (4, 6), **engine: Any) -> Any:
+    return pytest.param(family, split, engine, marks=pytest.mark.works(*row), id=name)
+
+
+CASES = [
+    case("glm4_moe", USUAL_ROW, "glm4_moe", (2, 4)),
+    case("gpt_oss", USUAL_ROW, "gpt_oss", (2, 4), attention_backend="triton"),
+    case("tp2", RANKS, tp_size=2),
+    case("tp2_ep2", RANKS, **EP),
+    case("pp2", RANKS, pp_size=2),
+    case("dp_attention2", RANKS, tp_size=2, dp_size=2, enable_dp_attention=True),
+    case("eplb", RANKS, **EPLB),
+    case("nextn", DRAFTS, "glm4_moe", **NEXTN),
+]
+
+
 @pytest.mark.nightly
-@pytest.mark.works("Launch", "--expert-offload-slots")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_give_the_same_answers(family: str, checkpoints: Checkpoints, engines: Engines) -> None:
+@pytest.mark.parametrize(("family", "split", "engine"), CASES)
+def test_families_ranks_and_drafts_give_the_same_answers(
+    family: str, split: tuple[int, int], engine: dict[str, Any], checkpoints: Checkpoints, engines: Engines
+) -> None:
     checkpoint = checkpoints(family, dtype="float32")
-    common = {**TRITON, "env": SHIM, **FAMILIES[family]}
+    common = {**TRITON, "env": SHIM, "prompts": PROMPTS[:2], "max_new_tokens": 12, **engine}
     off = engines.baseline(checkpoint, **common)
-    on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=2, expert_offload_slots=4)
+    resident, slots = split
+    on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=resident, expert_offload_slots=slots)
     assert_served(on)
-    assert_same_answers(on, off)
+    assert on.offload["slots"]["a_layer"] == slots // engine.get("ep_size", 1)
+    assert_same_answers(on, off, 1e-5 if "enable_dp_attention" in engine else 0.0)  # as in test_serving_parallel
 
 
 @pytest.mark.nightly
-@pytest.mark.works("Format", "FP8 in blocks, INT8 and GPTQ with slots")
+@pytest.mark.works(*FORMATS)
 @pytest.mark.parametrize(("quant", "more"), [("fp8", {}), ("int8", {}), ("gptq", {"quantization": "moe_wna16"})])
 def test_formats_give_the_same_answers(quant: str, more: dict[str, Any], checkpoints: Checkpoints, engines: Engines) -> None:
     checkpoint = checkpoints("qwen3_moe", quant=quant)
@@ -109,51 +127,7 @@ def test_formats_give_the_same_answers(quant: str, more: dict[str, Any], checkpo
     assert_same_answers(on, off)
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
-    "tp2_ep2": {"tp_size": 2, "ep_size": 2},
-    "pp2": {"pp_size": 2},
-    "dp_attention2": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-    "eplb": {
-        "tp_size": 2,
-        "ep_size": 2,
-        "enable_eplb": True,
-        "ep_num_redundant_experts": 2,
-        "eplb_rebalance_num_iterations": 4,
-        "expert_distribution_recorder_buffer_size": 4,
-    },
-}
-TOLERANCE = {"dp_attention2": 1e-5}  # as in test_serving_parallel
-
-
 @pytest.mark.nightly
-@pytest.mark.works("Parallel", "slots on several ranks")
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_give_the_same_answers(mode: str, checkpoints: Checkpoints, engines: Engines) -> None:
-    checkpoint = checkpoints("qwen3_moe", dtype="float32")
-    common = {**TRITON, "prompts": PROMPTS[:2], "max_new_tokens": 12, "env": SHIM, **MODES[mode]}
-    off = engines.baseline(checkpoint, **common)
-    on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=4, expert_offload_slots=6)
-    assert_served(on)
-    assert on.offload["slots"]["a_layer"] == (3 if "ep_size" in MODES[mode] else 6)
-    assert_same_answers(on, off, TOLERANCE.get(mode, 0.0))
-
-
-@pytest.mark.nightly
-@pytest.mark.works("Speculation", "NEXTN with slots")
-def test_steps_that_check_drafts_fill_slots_too(checkpoints: Checkpoints, engines: Engines) -> None:
-    checkpoint = checkpoints("glm4_moe", dtype="float32")
-    common = {
-        **{**TRITON, "max_new_tokens": 12, "env": {"TRITON_INTERPRET": "1", **SHIM}, "attention_backend": "triton"},
-        **{"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1},
-        **{"speculative_num_draft_tokens": 3, "prompts": PROMPTS[:1]},
-    }
-    off = engines.baseline(checkpoint, **common)
-    on = engines.run(checkpoint, **common, **OFFLOAD, expert_offload_num_resident=4, expert_offload_slots=6)
-    assert_served(on)
-    assert_same_answers(on, off)
-
-
 @pytest.mark.works("Live change", "update from disk, with slots")
 def test_new_weights_are_served_at_once(checkpoints: Checkpoints, engines: Engines) -> None:
     """Slots hold copies of the old ones when the weights are updated, and the first prompt that follows streams from slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def test_a_draft_model_of_its_own_gives_the_same_tokens(checkpoints: Checkpoints
     assert on.offload["draft_bytes"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.works("Speculation", "NEXTN (MTP layers)")
 def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: Checkpoints, engines: Engines) -> None:
     flags = {**IN_PLACE, "expert_offload_stream_tokens": 2}
@@ -81,7 +83,9 @@ def test_speculating_with_offloaded_experts_gives_the_same_tokens(checkpoints: C
 def test_draft_layers_with_offloaded_experts_draft_the_same(checkpoints: Checkpoints, engines: Engines) -> None:
     """As many drafts are accepted. After the warm-up, more of them are served from VRAM than by the first experts."""
     checkpoint = checkpoints("glm4_moe", dtype="float32")
-    on = same(engines, checkpoint, NEXTN, {**IN_PLACE, "expert_offload_draft_num_resident": 5, "log_level": "info"})
+    flags = {**IN_PLACE, "expert_offload_stream_tokens": 2, "expert_offload_draft_num_resident": 5, "log_level": "info"}
+    on = same(engines, checkpoint, NEXTN, flags)
+    assert_streamed(on)  # the prompt, and the steps that check drafts
     off = engines.baseline(checkpoint, **COMMON, **NEXTN)
     assert on.answers[0].meta["spec_verify_ct"] == off.answers[0].meta["spec_verify_ct"]
     state = on.offload
@@ -93,6 +97,31 @@ def test_draft_layers_with_offloaded_experts_draft_the_same(checkpoints: Checkpo
     before, after = map(float, chosen.groups())
     assert before < after
     assert state["draft_hit_rate"] > before / 100
+
+
+def changes_in(result: Result) -> list[str]:
+    return re.findall(r"Switch adaptive runtime state: steps (\d -> \d)", result.log)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("steps", [[1, 2], [0, 2]])
+def test_the_number_of_drafts_changes_as_without_offloading(
+    checkpoints: Checkpoints, engines: Engines, tmp_path: Path, steps: list[int]
+) -> None:
+    """After each step that calls for a change. The tokens are those of a server that does not speculate."""
+    at_once = {"warmup_batches": 0, "update_interval": 1, "ema_alpha": 1.0}
+    (tmp_path / "tiers.json").write_text(json.dumps({"1": {"candidate_steps": steps, **at_once}}))
+    adaptive = {"speculative_adaptive": True, "speculative_adaptive_config": str(tmp_path / "tiers.json")}
+    common: dict[str, Any] = {**COMMON, "max_new_tokens": 24, "log_level": "info"}
+    checkpoint = checkpoints("glm4_moe", dtype="float32")
+    off = engines.run(checkpoint, **common, **NEXTN, **adaptive)
+    on = engines.run(checkpoint, **common, **NEXTN, **adaptive, **IN_PLACE, expert_offload_draft_num_resident=5)
+    assert_offloaded(on.server_info)
+    assert_same_answers(on, off)
+    assert changes_in(on) == changes_in(off) != []
+    assert on.answers[0].output_ids == engines.baseline(checkpoint, **common).answers[0].output_ids
+    assert on.offload["fault"] is None
+    assert on.offload["draft_zero_copy_bytes"] > 0
 
 
 @pytest.mark.nightly

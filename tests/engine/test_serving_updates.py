@@ -23,6 +23,7 @@ from serving import PROMPTS, TESTS, Engines
 from scripts.harness.patience import patience
 from scripts.harness.server import Server, free_port, offload_state
 
+pytestmark = pytest.mark.nightly
 FLAGS: dict[str, Any] = {
     **{"dtype": "float32", "expert_offload_num_resident": 6, "expert_offload_warmup_tokens": 16},
     "expert_offload_stream_tokens": 8,
@@ -122,7 +123,6 @@ WAYS: dict[str, Callable[[Server, Path], None]] = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.works("Live change", f"update from {way}")) for way in WAYS]
 )
@@ -149,7 +149,6 @@ def test_answers_are_those_of_the_new_weights_before_and_after_moves(
     assert state["offloaded_bytes"] > 0
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Live change", "update of quantised experts (FP8 in blocks) from disk")
 def test_quantised_experts_are_updated(checkpoints: Checkpoints, engines: Engines) -> None:
     old, new = (checkpoints("qwen3_moe", quant="fp8", seed=seed) for seed in (0, 7))
@@ -166,7 +165,6 @@ def test_quantised_experts_are_updated(checkpoints: Checkpoints, engines: Engine
     assert state["fault"] is None
 
 
-@pytest.mark.nightly
 @pytest.mark.works("Live change", "update from disk under load")
 def test_an_update_under_load_reaches_what_is_asked_next(checkpoints: Checkpoints, engines: Engines) -> None:
     """SGLang first ends what is under way, and holds what comes meanwhile."""
