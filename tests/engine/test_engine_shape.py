@@ -118,14 +118,6 @@ def test_experts_of_published_models_take_the_bytes_of_their_files(model: str, s
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", SAMPLE)
-def test_the_page_has_what_the_program_makes(model: str, shapes: dict[str, ModelShape]) -> None:
-    row = model_sizes.row(model, shapes[model])
-    assert row.line() in model_sizes.OUT.read_text()
-    assert abs(row.difference) <= model_sizes.WITHIN or model == "moonshotai/Kimi-Linear-48B-A3B-Instruct"
-
-
-@pytest.mark.nightly
 def test_layers_are_what_they_are(shapes: dict[str, ModelShape]) -> None:
     nemotron = shapes["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]
     pattern = read_json(config_folder(nemotron.name) / "config.json")["hybrid_override_pattern"]
@@ -203,22 +195,21 @@ def test_what_sglang_does_not_build_is_refused_with_its_reason(tmp_path: Path) -
 # What a launch changes
 
 
-def test_a_launch_holds_what_its_arguments_make_of_the_model(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = checkpoints("qwen3_moe")
-    plain, fp8 = shape_of(folder), shape_of(folder, quantization="fp8")
+def test_a_launch_holds_what_its_arguments_make_of_the_model(checkpoints: Checkpoints) -> None:
+    given = ({}, {"quantization": "fp8"}, {"dtype": "float32"}, {"model_override_args": '{"num_hidden_layers": 2}'})
+    wrong = ({"quantization": "awq"}, {"quantization": "nothing"})
+    files = engine_shape._files(checkpoints("qwen3_moe"))
+    lines = engine_shape._run([{**files, "arguments.json": json.dumps(each)} for each in (*given, *wrong)])
+    plain, fp8, wide, fewer = map(engine_shape._shape, lines[: len(given)])
     assert (plain.quantization, fp8.quantization) == ("none", "fp8")
     scales = 2 * plain.num_experts * len(plain.moe_layers) * 4
     assert plain.expert_bytes / 2 < fp8.expert_bytes <= plain.expert_bytes / 2 + 2 * scales
     assert fp8.total_parameters == plain.total_parameters
-    assert shape_of(folder, dtype="float32").expert_bytes == 2 * plain.expert_bytes
-    fewer = shape_of(folder, model_override_args='{"num_hidden_layers": 2}')
+    assert wide.expert_bytes == 2 * plain.expert_bytes
     assert fewer.layers == plain.layers[:2]
-    with pytest.raises(
-        CheckpointError, match="SGLang does not build the model: ValueError: Cannot find the config file for awq"
-    ):
-        shape_of(folder, quantization="awq")
-    with pytest.raises(CheckpointError, match="Unknown quantization method: nothing"):
-        shape_of(folder, quantization="nothing")
+    awq, nothing = (str(engine_shape._refusal(json.loads(line))) for line in lines[len(given) :])
+    assert "SGLang does not build the model: ValueError: Cannot find the config file for awq" in awq
+    assert "Unknown quantization method: nothing" in nothing
 
 
 @pytest.mark.nightly
