@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from sglang_uvm_offload.plan import engine_shape
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "shapes.json"
 SGLANG = "0.5.23"
@@ -76,3 +78,10 @@ def _expanded(shape: dict[str, Any]) -> dict[str, Any]:
     layers = [{"index": index, **kinds[kind]} for index, kind in enumerate(shape["layers"])]
     drafts = [{"index": index, **kinds[kind]} for index, kind in enumerate(shape["draft_layers"], first)]
     return {name: value for name, value in shape.items() if name != "kinds"} | {"layers": layers, "draft_layers": drafts}
+
+
+def ask_at_once(asked: Iterable[tuple[Path, Mapping[str, str]]]) -> None:
+    """Have SGLang build these models, each with its arguments, in one process: it takes seconds to start, and tests that read
+    a shape of them find it kept."""
+    with contextlib.suppress(CheckpointError):  # told to whoever reads that shape
+        engine_shape._printed([{**engine_shape._files(path), "arguments.json": json.dumps(given)} for path, given in asked])

@@ -10,6 +10,7 @@ import pytest
 from arguments import Arguments
 from builders.drafts import eagle
 from builders.rooms import VRAM, fraction
+from builders.shapes import ask_at_once
 from checkpoints import Checkpoints
 
 from sglang_uvm_offload.plan.machine import GIB
@@ -25,9 +26,22 @@ DRAFTS = ("--speculative-num-steps", 2, "--speculative-eagle-topk", 1, "--specul
 N = "--expert-offload-num-resident"
 
 
+FEWER = '{"num_hidden_layers": 2}'
+AS_LAUNCHED = {"dtype": "bfloat16", "model_override_args": "{}"}
+
+
 @pytest.fixture(scope="module")
-def model(checkpoints: Checkpoints) -> Path:
-    return checkpoints("qwen3_moe", expert_size=512)
+def drafting(checkpoints: Checkpoints) -> Path:
+    return checkpoints("glm4_moe", expert_size=512)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: Checkpoints, drafting: Path) -> Path:
+    made = checkpoints("qwen3_moe", expert_size=512)
+    changed = ({"model_override_args": FEWER}, {"quantization": "fp8"})
+    asked = [(path, given) for path in (made, drafting) for given in ({}, AS_LAUNCHED)]
+    ask_at_once([*asked, *((made, AS_LAUNCHED | given) for given in changed)])
+    return made
 
 
 Estimated = Callable[..., Estimate]
@@ -69,11 +83,8 @@ def test_what_fits_is_told_with_its_bytes_and_who_decides(estimated: Estimated, 
     assert "of KV cache for 4096 tokens (as --max-total-tokens gives them); 18.0 MiB in host RAM; " in found.facts[0]
     assert found.facts[0].endswith("each rank decides by what it measures")
     assert found.offloaded_bytes == LAYERS * 8 * EXPERT
-
-
-def test_the_headroom_that_the_launch_takes_off_counts_once(estimated: Estimated) -> None:
-    """``mem_fraction_static`` is here as the check of a launch leaves it."""
-    assert estimated(headroom_gb=2.0).facts[0].startswith("estimated: 8 of 16 experts a layer")
+    # ``mem_fraction_static`` is here as the check of a launch leaves it: the headroom counts once.
+    assert estimated(num_resident=number, headroom_gb=2.0).facts[0].startswith("estimated: 8 of 16 experts a layer")
 
 
 def test_offloaded_bytes_are_those_of_all_ranks_of_this_machine(estimated: Estimated) -> None:
@@ -82,13 +93,10 @@ def test_offloaded_bytes_are_those_of_all_ranks_of_this_machine(estimated: Estim
     assert (replicas, stages) == (2 * one, one)
 
 
-def test_where_everything_fits_the_estimate_says_that_offloading_is_not_needed(estimated: Estimated) -> None:
+def test_where_everything_fits_offloading_is_not_needed_and_a_number_that_does_not_fit_is_doubted(estimated: Estimated) -> None:
     found = estimated(room=0.5)
     assert found.facts[0].startswith("estimated: 16 of 16 experts a layer")
     assert any("offloading is not needed" in fact for fact in found.facts)
-
-
-def test_a_number_that_does_not_fit_is_doubted(estimated: Estimated) -> None:
     found = estimated(num_resident=12)
     assert found.facts == []
     demand = f"a KV cache of {TOKENS} tokens (as --max-total-tokens gives them)"
@@ -119,7 +127,7 @@ def test_one_memory_of_gpu_and_host_is_counted_once(estimated: Estimated) -> Non
 
 
 def test_what_changes_the_checkpoint_is_estimated_as_it_becomes(estimated: Estimated) -> None:
-    ways = ((), ("--json-model-override-args", '{"num_hidden_layers": 2}'), ("--quantization", "fp8"))
+    ways = ((), ("--json-model-override-args", FEWER), ("--quantization", "fp8"))
     whole, fewer, converted = (estimated(*words, num_resident=0, room=0.5).offloaded_bytes for words in ways)
     assert fewer == whole * 2 // LAYERS
     assert whole // 2 <= converted < whole // 2 + (1 << 21)
@@ -132,9 +140,8 @@ def test_a_number_of_redundant_experts_too_is_estimated(estimated: Estimated) ->
 
 
 def test_drafts_of_the_checkpoint_take_vram_and_those_of_another_are_not_counted(
-    estimated: Estimated, checkpoints: Checkpoints, tmp_path: Path
+    estimated: Estimated, drafting: Path, tmp_path: Path
 ) -> None:
-    drafting = checkpoints("glm4_moe", expert_size=512)
     nextn = ("--speculative-algorithm", "NEXTN", *DRAFTS)
     plain, own, offloaded = (
         estimated(*words, path=drafting, room=fraction(drafting, 8, TOKENS), **flags)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from arguments import Arguments
+from builders.shapes import ask_at_once
 from builders.true_shape import config_folder
 from launches import launched
 from nursery import Nursery
@@ -39,6 +40,25 @@ H200 = 143771
 QWEN3 = config_folder("Qwen/Qwen3-30B-A3B")
 
 
+LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
+FLAG = "--expert-offload-config lookup_tables"
+NAMES = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
+"""That SGLang itself gives the configuration."""
+
+
+@pytest.fixture(scope="module")
+def longcat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = shutil.copytree(LITE, tmp_path_factory.mktemp("longcat") / "model")
+    (folder / "config.json").write_text(json.dumps(json.loads((LITE / "config.json").read_text()) | NAMES))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_at_once(longcat: Path) -> None:
+    launched = {"dtype": "bfloat16", "model_override_args": "{}"}
+    ask_at_once([(folder, given) for folder in (FOLDER, longcat) for given in ({}, launched)])
+
+
 @pytest.fixture(scope="module")
 def shape() -> ModelShape:
     return shape_of(FOLDER)
@@ -52,10 +72,9 @@ def test_sglangs_class_has_the_published_table(shape: ModelShape) -> None:
     assert shape.total_parameters > ROWS * 160
 
 
-def test_longcats_table_is_that_of_its_class() -> None:
-    """Twelve tables of 78 x 131,072 rows and a few; SGLang itself gives the configuration these names."""
-    names = '{"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}'
-    shape = shape_of(FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite", model_override_args=names)
+def test_longcats_table_is_that_of_its_class(longcat: Path) -> None:
+    """Twelve tables of 78 x 131,072 rows and a few."""
+    shape = shape_of(longcat)
     (table,) = shape.tables
     assert (table.kind, table.layer) == ("ngram", 0)
     assert table.nbytes == pytest.approx(12 * 78 * 131072 * 256 * 2, rel=1e-5)
@@ -114,19 +133,6 @@ def test_a_launch_is_estimated_with_its_table(
     assert (IN_VRAM.format("95.37 GiB", "--ple-offload-embedding") in found.facts) == in_vram
     short = estimated(FOLDER, asked("vram"), *words, host=260 * GIB).doubts
     assert ["128.00 GiB for lookup tables" in doubt for doubt in short] == [True] * pinned
-
-
-LITE = FOLDER.parent / "meituan-longcat--LongCat-Flash-Lite"
-FLAG = "--expert-offload-config lookup_tables"
-
-
-@pytest.fixture(scope="module")
-def longcat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By the names that SGLang itself gives the configuration."""
-    folder = shutil.copytree(LITE, tmp_path_factory.mktemp("longcat") / "model")
-    names = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
-    (folder / "config.json").write_text(json.dumps(json.loads((LITE / "config.json").read_text()) | names))
-    return folder
 
 
 def asked(tables: str) -> RequestedConfig:
@@ -199,21 +205,15 @@ def test_tables_of_single_groups_are_not_counted(cuda_arguments: Arguments, monk
     assert not lookup_tables.keeps_tables_by_group(alone)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "lookup tables 95.37 GiB, in pinned host RAM, which take 128.00 GiB of it"),
-        (["--ple-offload-backend", "file"], "lookup tables 95.37 GiB, in a file"),
-        (["--no-ple-offload-embedding"], "lookup tables 95.37 GiB, in VRAM"),
-    ],
-)
-def test_plan_takes_sglangs_flags(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_plan_takes_sglangs_flags_for_the_models_that_sglang_takes_them_for(capsys: pytest.CaptureFixture[str]) -> None:
     """And assumes SGLang's default without them."""
-    assert main(["plan", str(FOLDER), "--machine", "2xH200", *words]) in (0, 1)
-    assert said in " ".join(capsys.readouterr().out.split())
-
-
-def test_plan_refuses_the_flag_for_the_models_that_sglang_refuses_it_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, place in (
+        ([], "in pinned host RAM, which take 128.00 GiB of it"),
+        (["--ple-offload-backend", "file"], "in a file"),
+        (["--no-ple-offload-embedding"], "in VRAM"),
+    ):
+        assert main(["plan", str(FOLDER), "--machine", "2xH200", *words]) in (0, 1)
+        assert f"lookup tables 95.37 GiB, {place}" in " ".join(capsys.readouterr().out.split())
     other = str(Path(__file__).parents[1] / "fixtures" / "models" / "gpt-oss-120b.json")
     assert main(["plan", other, "--machine", "8xH20", "--ple-offload-embedding"]) == 2
     assert "--ple-offload-embedding: SGLang accepts it for Qwen4ExpForConditionalGeneration only" in capsys.readouterr().err
