@@ -71,13 +71,3 @@ def test_one_that_does_not_get_there_is_ended_and_started_anew_in_its_turn(progr
     slow.seconds = 0.5
     with pytest.raises(EngineFailed, match=r"not ready|exit code 1"), slow:
         pass
-
-
-def test_one_that_is_given_up_while_it_waits_is_gone() -> None:
-    waiting = server(SERVES)
-    start_ahead([waiting], patience(30))
-    assert waiting.process is not None
-    pid = waiting.process.pid
-    waiting.give_up()
-    assert waiting.process is None
-    assert gone(pid)

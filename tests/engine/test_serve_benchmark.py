@@ -16,6 +16,7 @@ import pytest
 from checkpoints import Checkpoints
 from serving import FORKING
 
+from benchmarks import serve
 from scripts.harness.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,13 +66,11 @@ def test_the_plugin_answers_as_the_resident_server_does(finished: Finished) -> N
 
 @pytest.mark.nightly
 def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
-    model = finished.record["model"]
-    row = finished.rows["frequency"]
+    model, row, points = finished.record["model"], finished.rows["frequency"], finished.points("frequency")
     state = row["offload"]
     assert state["offloaded_bytes"] == row["expected_offloaded_bytes"] == model["expert_bytes"] // 2
     assert state["resident_experts"] == model["moe_layers"] * model["experts"] // 2
     assert state["warmup_done"]
-    points = finished.points("frequency")
     decoded = [point for (kind, _), point in points.items() if kind == "decode" and not point["error"]]
     assert all(0 < point["read_bytes"] < state["offloaded_bytes"] for point in decoded)
     assert points["prefill", 16]["read_bytes"] > 0
@@ -79,52 +78,33 @@ def test_what_is_offloaded_is_the_budget_s_share(finished: Finished) -> None:
 
 
 @pytest.mark.nightly
-def test_a_server_that_cannot_start_is_a_row_with_its_reason_and_its_log(finished: Finished) -> None:
-    row = finished.rows["paged_experts"]
-    assert "the server ended with exit code" in row["error"]
-    assert "NVIDIA" in row["error"]
-    assert (finished.out / row["log"]).stat().st_size > 0
-    assert row["points"] == []
-
-
-@pytest.mark.nightly
-def test_a_point_that_cannot_be_served_is_an_error_and_the_others_are_figures(finished: Finished) -> None:
+def test_what_fails_is_a_row_or_a_point_with_its_reason_and_the_others_have_all_figures(finished: Finished) -> None:
+    failed = finished.rows["paged_experts"]
+    assert "the server ended with exit code" in failed["error"]
+    assert "NVIDIA" in failed["error"]
+    assert (finished.out / failed["log"]).stat().st_size > 0
+    assert failed["points"] == []
     for name in ("resident", "frequency"):
-        points = finished.points(name)
+        row, points = finished.rows[name], finished.points(name)
         assert "longer than the model's context length" in points["prefill", TOO_LONG]["error"]
         assert points["prefill", 16]["seconds"] > 0
         assert {size for kind, size in points if kind == "decode"} == {1, 2}
-
-
-@pytest.mark.nightly
-def test_memory_and_startup_are_in_every_served_row(finished: Finished) -> None:
-    for name in ("resident", "frequency"):
-        row = finished.rows[name]
         assert row["memory"]["host_pss_bytes"] > 500 << 20, "SGLang's processes take more than that"
         assert row["memory"]["vram_bytes"] is None
         assert row["startup_seconds"] > 1
 
 
 @pytest.mark.nightly
-def test_the_report_says_first_that_speed_means_nothing(finished: Finished) -> None:
+def test_the_report_says_first_that_speed_means_nothing_and_no_file_names_a_path_of_this_machine(
+    finished: Finished, checkpoint: Path
+) -> None:
     text = (finished.out / "report.md").read_text()
     assert "speed means nothing here" in text.splitlines()[2]
     assert "| paged_experts 50% |" in text
     assert f"- frequency 50%, prefill {TOO_LONG}: HTTP 400" in text
-
-
-@pytest.mark.nightly
-def test_no_file_names_a_path_of_this_machine(finished: Finished, checkpoint: Path) -> None:
     for path in finished.out.rglob("*"):
         if path.suffix in (".json", ".md", ".log"):
-            text = path.read_text()
-            assert str(checkpoint) not in text, path.name
-            assert str(ROOT) not in text, path.name
-            assert sys.prefix not in text, path.name
-
-
-@pytest.mark.nightly
-def test_the_model_has_nothing_to_compare_on_a_cpu(finished: Finished) -> None:
+            assert not [own for own in (str(checkpoint), str(ROOT), sys.prefix) if own in path.read_text()], path.name
     said = subprocess.run([sys.executable, "-m", "benchmarks.model", str(finished.out)], capture_output=True, text=True)
     assert said.returncode == 0
     assert "nothing to compare: the run is of CPU" in said.stdout
@@ -165,7 +145,9 @@ def wait_for_children(pid: int) -> list[psutil.Process]:
         (["--repeats", "0", "--model", "nowhere"], "--repeats 0: must be 1 or more; --model nowhere: must be a checkpoint's"),
     ],
 )
-def test_a_bad_argument_is_named_with_what_would_be_right(arguments: list[str], told: str) -> None:
-    said = subprocess.run([*SERVE, *arguments], capture_output=True, text=True)
-    assert said.returncode == 2
-    assert told in said.stderr
+def test_a_bad_argument_is_named_with_what_would_be_right(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--device", "cpu", *arguments])
+    assert told in capsys.readouterr().err
