@@ -17,9 +17,13 @@ from scripts import quickstart
 from scripts.harness.server import EngineFailed, Server
 
 WORDS = pages.of_kind("bash scripts/quickstart.sh")
+"""The first is the README's; those for other models at night."""
 
 
-@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.nightly] if i else [], id=" ".join(words)) for i, words in enumerate(WORDS)],
+)
 def test_it_ends_with_what_was_shown_and_how_long_it_took(words, engines: Engines, monkeypatch, capsys):
     """Its servers run in forks, as those of other tests do."""
 
