@@ -18,7 +18,8 @@ EVERY_RUN = (
     "GlmMoeDsaForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
-    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
     "GptOssForCausalLM",
 )
 """Among those that the tests' other servers import."""

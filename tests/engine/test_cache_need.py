@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from arguments import Arguments
 from builders.ranked import as_a_rank, runner_of, stage_of
+from builders.shapes import ask_at_once
 from builders.true_shape import CONFIGS, config_folder
 
 from sglang_uvm_offload.plan.case import Case
@@ -26,6 +27,14 @@ UNKNOWN = ("stepfun-ai--Step-3.7-Flash", "stepfun-ai--Step-3.7-Flash-FP8")
 MODELS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir() and folder.name not in UNKNOWN)
 SAMPLE = ("DeepSeek-V3", "GLM-5.2-FP8", "Kimi-K3", "Llama-4-Scout", "Qwen3.5-35B", "gemma-4-26B", "gpt-oss-20b")
 """Of each kind of cache one; the others at night."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked(request: pytest.FixtureRequest) -> None:
+    """SGLang builds the models of the cases that this run has chosen at once."""
+    items: list[Any] = [item for item in request.session.items if item.module is request.module]  # type: ignore[attr-defined]
+    names = [item.callspec.params.get("name") for item in items if hasattr(item, "callspec")]
+    ask_at_once([(CONFIGS / name, {}) for name in names if name])
 
 
 def resolved(cuda_arguments: Arguments, model: str, *words: object) -> Any:
@@ -74,10 +83,6 @@ class TestStatesOfLinearAttention:
         half = need(cuda_arguments, self.MODEL, "--max-mamba-cache-size", 64, "--mamba-ssm-dtype", "bfloat16")
         assert found - half == self.near(65 * 30 * 32 * 128 * 128 * 2)
 
-    def test_without_a_radix_cache_each_request_keeps_one(self, cuda_arguments: Arguments) -> None:
-        words = ("--disable-radix-cache", "--max-running-requests", 8)
-        assert need(cuda_arguments, self.MODEL, *words, requests=8) == self.near(9 * self.STATE + self.CACHE)
-
     def test_without_flags_sglangs_own_ratio_to_the_cache_holds(self, cuda_arguments: Arguments) -> None:
         """No argument names it; SGLang takes 0.9 when it reads it. Whole states of 0.9 parts are taken off, and what is left is
         the cache."""
@@ -87,14 +92,13 @@ class TestStatesOfLinearAttention:
         more = need(cuda_arguments, self.MODEL, "--mamba-full-memory-ratio", 2)
         assert more == pytest.approx(3 * self.CACHE, abs=self.STATE)
 
-    def test_ranks_share_a_state(self, cuda_arguments: Arguments) -> None:
+    def test_ranks_share_a_state_and_a_stage_keeps_those_of_its_layers(self, cuda_arguments: Arguments) -> None:
         words = ("--max-mamba-cache-size", 64)
-        whole, half = (need(cuda_arguments, self.MODEL, *words, *more) for more in ((), ("--tp-size", 2)))
-        assert half == self.near(whole // 2)
-
-    def test_a_stage_keeps_the_states_of_its_layers(self, cuda_arguments: Arguments) -> None:
-        words = ("--max-mamba-cache-size", 64, "--pp-size", 2)
-        assert need(cuda_arguments, self.MODEL, *words) == self.near(65 * self.STATE // 2 + self.CACHE // 2)
+        whole, rank, stage = (
+            need(cuda_arguments, self.MODEL, *words, *more) for more in ((), ("--tp-size", 2), ("--pp-size", 2))
+        )
+        assert rank == self.near(whole // 2)
+        assert stage == self.near(65 * self.STATE // 2 + self.CACHE // 2)
 
     def test_many_requests_need_more(self, cuda_arguments: Arguments) -> None:
         one, many = (need(cuda_arguments, self.MODEL, requests=requests) for requests in (1, 64))
