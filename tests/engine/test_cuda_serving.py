@@ -71,10 +71,6 @@ def managed_ranges(calls: list[dict]) -> list[range]:
     return [range(call["address"], call["address"] + call["nbytes"]) for call in taken]
 
 
-def test_all_calls_succeed(calls):
-    assert [call for call in calls if call["result"] != 0] == []
-
-
 def test_the_experts_are_managed_and_placed_before_they_are_written(calls):
     assert len(managed_ranges(calls)) == 2 * LAYERS
     placing = calls[: calls.index(named(calls, "cudaStreamBeginCapture")[0])]
@@ -225,18 +221,6 @@ def test_the_picked_experts_move_in_between_replays_without_a_new_address(served
     assert moves[-1] < replays[-1]
 
 
-def test_torch_is_bounded_once_after_the_cache_is_there(served):
-    result, _ = served
-    assert result["log"].count("torch frees its cache before it takes more than") == 1
-
-
-def test_residents_are_looked_for_before_the_first_step(served, calls):
-    result, _ = served
-    looks = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_time_reads_kernel"]
-    assert looks[0] < calls.index(named(calls, "cudaGraphLaunch")[0])
-    assert result["server_info"]["internal_states"][0]["expert_offload"]["evicted_bytes"] == 0
-
-
 @pytest.mark.since("0.5.22", "it computes a step more than a request has tokens")
 def test_the_engine_reports_what_it_counted(served):
     result, _ = served
@@ -249,9 +233,14 @@ def test_the_engine_reports_what_it_counted(served):
     assert recorded == {"tokens": 46, "requests": 2, "dropped_steps": 0, "stopped": False}
 
 
-def test_the_scheduler_gets_the_number_that_fits_and_the_cache_its_tokens(served):
+def test_the_scheduler_gets_the_number_that_fits_and_the_cache_its_tokens(served, calls):
+    """All calls succeed, torch is bounded once, and residents are looked for before the first step."""
     result, _ = served
+    assert [call for call in calls if call["result"] != 0] == []
     assert result["server_info"]["expert_offload_num_resident"] == str(RESIDENT)
     assert result["server_info"]["max_total_num_tokens"] == CACHE_TOKENS
-    told = f"--expert-offload-num-resident auto: {RESIDENT} of {EXPERTS} experts a layer fit"
-    assert told in result["log"]
+    assert f"--expert-offload-num-resident auto: {RESIDENT} of {EXPERTS} experts a layer fit" in result["log"]
+    assert result["log"].count("torch frees its cache before it takes more than") == 1
+    looks = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_time_reads_kernel"]
+    assert looks[0] < calls.index(named(calls, "cudaGraphLaunch")[0])
+    assert result["server_info"]["internal_states"][0]["expert_offload"]["evicted_bytes"] == 0
