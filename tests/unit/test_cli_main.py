@@ -25,23 +25,28 @@ def show(tmp_path) -> list[str]:
     return ["profile", str(saved(tmp_path / "p.npz", some()))]
 
 
-def test_output_that_nobody_reads_ends_the_command_quietly(show, monkeypatch, capsys):
+@pytest.mark.parametrize("helps", [False, True])
+def test_output_that_nobody_reads_ends_the_command_quietly(helps, show, monkeypatch, capsys):
     read, write = os.pipe()
     os.close(read)
     with open(write, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        assert main(show) == 141
+        assert main(["plan", "--help"] if helps else show) == 141
         output.write("what is still buffered when Python exits")
         output.flush()
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(show) == 0, "it is closed"
     assert capsys.readouterr().err == ""
 
 
-def test_nor_is_help_that_nobody_reads_an_error(monkeypatch):
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        assert main(["plan", "--help"]) == 141
+@pytest.mark.parametrize("place", [(profile.Profile, "load"), (cli.importlib, "import_module")])
+def test_an_interrupt_ends_the_command_quietly(place, show, monkeypatch, capsys):
+    def interrupted(what):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*place, interrupted)
+    assert main(show) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_is_one_line(show, monkeypatch, capsys):
@@ -49,28 +54,6 @@ def test_a_full_disk_is_one_line(show, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdout", output)
         assert main(show) == 2
     assert capsys.readouterr().err == "sglang-uvm-offload: error: No space left on device\n"
-
-
-def test_a_closed_output_is_no_error(show, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(show) == 0
-
-
-def test_an_interrupt_ends_the_command_quietly(show, monkeypatch, capsys):
-    def interrupted(path):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(profile.Profile, "load", interrupted)
-    assert main(show) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_an_interrupt_ends_it_while_it_is_imported_too(monkeypatch):
-    def interrupted(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
-    assert main(["plan", "x"]) == 130
 
 
 def test_a_folder_that_a_library_cannot_write_to_is_named(show, monkeypatch, capsys):

@@ -19,46 +19,40 @@ MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 PROBE = """
 import json, sys
 from sglang_uvm_offload.cli.main import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as end:
-    code = end.code
+found = []
+for words in json.loads(sys.argv[1]):
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    found.append([code, sorted({name.partition(".")[0] for name in sys.modules})])
 print()
-print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules})]))
+print(json.dumps(found))
 """
 
 
-def imported(*words: str) -> tuple[int, set[str]]:
-    """The command's exit code, and which of the libraries that take long to import a fresh process imported for it."""
+def imported(*commands: list[str]) -> list[tuple[int, set[str]]]:
+    """Of each command in a fresh process: its exit code, and which of the libraries that take long to import are imported by
+    then."""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, *words], capture_output=True, text=True, timeout=patience(120), check=True
+        [sys.executable, "-c", PROBE, json.dumps(commands)], capture_output=True, text=True, timeout=patience(120), check=True
     )
-    code, modules = json.loads(done.stdout.splitlines()[-1])
-    return code, {name for name in HEAVY if name in modules}
+    return [(code, {name for name in HEAVY if name in modules}) for code, modules in json.loads(done.stdout.splitlines()[-1])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--version", "--help", *(f"{name} --help" for name in SUBCOMMANDS)])
-def test_help_imports_nothing_heavy(words):
-    assert imported(*words.split()) == (0, set())
+def test_help_plans_and_profiles_import_nothing_heavy(tmp_path):
+    helped = [["--version"], ["--help"], *([name, "--help"] for name in SUBCOMMANDS)]
+    profiled = ["profile", str(saved(tmp_path / "a.npz", some())), "--out", str(tmp_path / "b.npz")]
+    planned = ["plan", str(MODELS / "glm-4.5-air.json")]
+    found = imported(*helped, profiled, [*planned, "--machine", "8xH20"], planned)
+    assert found[:-2] == [(0, set())] * (len(helped) + 1)
+    assert [heavy for _, heavy in found[-2:]] == [set(), set()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [["--machine", "8xH20"], []], ids=["named", "this one"])
-def test_a_plan_imports_nothing_heavy(machine):
-    assert imported("plan", str(MODELS / "glm-4.5-air.json"), *machine)[1] == set()
-
-
-def test_profiles_are_shown_and_merged_with_nothing_heavy(tmp_path):
-    assert imported("profile", str(saved(tmp_path / "a.npz", some())), "--out", str(tmp_path / "b.npz")) == (0, set())
-
-
-@pytest.mark.slow
-def test_a_report_imports_what_draws_and_nothing_else_heavy(tmp_path):
+def test_a_report_imports_what_draws_once_there_is_something_to_draw(tmp_path):
     state = {"expert_offload": Rank(config()).status()}
     (tmp_path / "info.json").write_text(json.dumps({"internal_states": [state]}))
-    assert imported("report", str(tmp_path / "info.json"), "--out", str(tmp_path / "page.html")) == (0, {"matplotlib"})
-
-
-def test_a_report_of_nothing_does_not_wait_for_what_draws(tmp_path):
-    assert imported("report", str(tmp_path / "none"), "--out", str(tmp_path / "page.html")) == (2, set())
+    commands = (["report", str(tmp_path / name), "--out", str(tmp_path / "page.html")] for name in ("none", "info.json"))
+    assert imported(*commands) == [(2, set()), (0, {"matplotlib"})]

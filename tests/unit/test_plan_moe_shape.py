@@ -21,16 +21,11 @@ def test_a_layer_has_no_more_experts_than_its_config_states_anywhere(config, exp
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [("num_experts_per_tok", "most"), ("moe_k", "ERNIE 4.5"), ("top_k_experts", "Gemma 4"), ("moe_router_topk", "Zaya")],
+    ("config", "top_k"),
+    [({"num_experts_per_tok": 6}, 6), ({"moe_router_topk": 6}, 6), ({"moe_topk": [8, 8, 4]}, 8), ({"moe_topk": "eight"}, None)],
 )
-def test_the_experts_of_a_token_are_read_by_the_familys_name(name, family):
-    assert stated_top_k(PretrainedConfig(**{name: 6})) == 6, family
-
-
-def test_a_list_of_top_k_gives_the_most_of_any_layer():
-    assert stated_top_k(PretrainedConfig(moe_topk=[8, 8, 4])) == 8
-    assert stated_top_k(PretrainedConfig(moe_topk="eight")) is None
+def test_the_experts_of_a_token_are_the_most_of_any_layer_by_the_familys_name(config, top_k):
+    assert stated_top_k(PretrainedConfig(**config)) == top_k
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,6 @@ def test_where_no_step_streams_no_buffer_takes_room():
     assert divide(asked(streams=False), [rank(24 * 100 * MIB)]) == Division(24, 0, 0)
 
 
-def test_all_experts_need_no_buffer():
-    assert divide(asked(), [rank(PLACES * 100 * MIB)]) == Division(PLACES, 0, 0)
-
-
 def test_no_room_is_kept_for_slots_from_which_no_layer_of_any_rank_computes():
     room, without = rank(24 * 100 * MIB + EDGE), {"computes_from_slots": False}
     assert divide(asked(slots=None, streams=False), [room]).slots > 0
@@ -206,12 +202,9 @@ def test_a_size_below_one_buffer_or_without_room_is_refused():
         corrected(Division(10, 0, 1), asked(10), [rank(free=10 * 100 * MIB)])
 
 
-def test_a_number_of_all_experts_has_no_buffer():
-    assert divide(asked(PLACES, stream_gb=0.4), [rank(PLACES * 100 * MIB)]) == Division(PLACES, 0, 0)
-
-
-def test_a_number_of_all_experts_has_no_slots():
-    assert divide(asked(PLACES, slots=8), [rank(free=PLACES * 100 * MIB + 16 * MIB)]) == Division(PLACES, 0, 0)
+@pytest.mark.parametrize("given", [asked(), asked(PLACES, stream_gb=0.4), asked(PLACES, slots=8)])
+def test_all_experts_need_no_buffer_and_no_slots(given):
+    assert divide(given, [rank(PLACES * 100 * MIB)]) == Division(PLACES, 0, 0)
 
 
 def test_experts_that_shrink_once_they_are_loaded_begin_with_what_fits():
@@ -231,13 +224,9 @@ def test_auto_is_corrected_to_what_is_free_once_all_is_loaded(room):
     assert found == room
 
 
-def test_a_number_stays_or_ends_the_start():
-    now = Division(10, 0, 0)
-    assert corrected(now, asked(10), [rank(30 * 100 * MIB)]) == 10
+def test_what_no_longer_fits_ends_the_start():
     with pytest.raises(FlagError, match="does not fit on GPU 0"):
-        corrected(now, asked(10), [rank(free=900 * MIB)])
-
-
-def test_auto_ends_the_start_where_even_none_fits():
+        corrected(Division(10, 0, 0), asked(10), [rank(free=900 * MIB)])
     with pytest.raises(FlagError, match="with no expert resident GPU 0"):
         corrected(Division(1, 0, 0), asked(), [rank(-1)])
+    assert corrected(Division(10, 0, 0), asked(10), [rank(30 * 100 * MIB)]) == 10, "a number stays"
