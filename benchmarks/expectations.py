@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.plan.machine import GIB, preset
@@ -81,7 +82,7 @@ def planned(
     """By the command's defaults: tensor parallelism over all GPUs."""
     where = preset(machine)
     work = Workload(CONTEXT, requests=requests, speculative=speculative)
-    return plan(_model(config), where, work, Parallel(tp=where.gpus), reserve, slots=slots)
+    return plan(Case(_model(config), where, work, Parallel(tp=where.gpus), reserve or Reserve(), slots=slots))
 
 
 _model = cache(shape_of)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sglang_uvm_offload.cli.terminal import complain, say
-from sglang_uvm_offload.config import AUTO
-from sglang_uvm_offload.flags import TABLES, flag_name
+from sglang_uvm_offload.flags import FLAGS, OPTIONS, TABLES, flag_name
 from sglang_uvm_offload.plan import hub, planner
-from sglang_uvm_offload.plan.architectures import unserved_note
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.gpus import GPUS
@@ -29,7 +30,7 @@ from sglang_uvm_offload.plan.lookup_tables import (
     VRAM,
     default_place,
 )
-from sglang_uvm_offload.plan.machine import EXAMPLES, Machine, MachineError, describe, of_gpus, preset
+from sglang_uvm_offload.plan.machine import EXAMPLES, FIGURES, Machine, MachineError, describe, of_gpus, preset
 from sglang_uvm_offload.plan.measured_link import with_measured_link
 from sglang_uvm_offload.plan.model_files import ModelFiles
 from sglang_uvm_offload.plan.model_shape import ModelShape
@@ -55,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"such as {', '.join(EXAMPLES)}: a number of {', '.join(GPUS)}; the flags below override parts of it",
     )
     machine.add_argument("--gpus", type=_count, help="number of GPUs")
-    machine.add_argument("--vram-gb", type=_amount, help="GiB of memory of one GPU, as in nvidia-smi")
-    machine.add_argument("--host-gb", type=_amount, help="GiB of host RAM that the server may use")
-    machine.add_argument("--link-gbps", type=_amount, help="GB/s of host-to-device copies over each GPU's link")
-    machine.add_argument("--hbm-gbps", type=_amount, help="GB/s of one GPU's memory")
-    machine.add_argument("--host-gbps", type=_amount, help="nominal GB/s of host memory, to compare with a CPU engine")
-    machine.add_argument("--tflops", type=_amount, help="dense bfloat16 TFLOPS of one GPU")
+    machine.add_argument("--vram-gb", type=_number(1e6), help="GiB of memory of one GPU, as in nvidia-smi")
+    machine.add_argument("--host-gb", type=_number(1e6), help="GiB of host RAM that the server may use")
+    machine.add_argument("--link-gbps", type=_number(1e6), help="GB/s of host-to-device copies over each GPU's link")
+    machine.add_argument("--hbm-gbps", type=_number(1e6), help="GB/s of one GPU's memory")
+    machine.add_argument("--host-gbps", type=_number(1e6), help="nominal GB/s of host memory, to compare with a CPU engine")
+    machine.add_argument("--tflops", type=_number(1e6), help="dense bfloat16 TFLOPS of one GPU")
     ranks = parser.add_argument_group("parallelism (SGLang's flags of the same names)")
     ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
     ranks.add_argument("--ep-size", type=_count, default=1)
@@ -69,13 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
     work.add_argument(
-        "--num-resident", type=_whole, metavar="N", help="resident experts per MoE layer; default: the most that fit"
+        "--num-resident",
+        type=_option("num_resident"),
+        metavar="N",
+        help="resident experts per MoE layer; default: the most that fit",
     )
     work.add_argument(
         "--slots",
-        type=_slots,
+        type=_option("slots"),
         metavar="auto|S",
-        default=Slots(None),
         help="--expert-offload-slots: slots per MoE layer, in addition to N, or a part of what fits without --num-resident; "
         "auto (default): what a launch without a profile chooses",
     )
@@ -96,20 +99,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
         "--draft-num-resident",
-        type=_whole,
+        type=_option("draft_num_resident"),
         help=f"{flag_name('draft_num_resident')} (default: all experts of the draft layers)",
     )
     work.add_argument(
         "--speculative-num-draft-tokens", type=_count, default=4, help="draft tokens verified per step (default 4)"
     )
     kept = parser.add_argument_group("reserved memory")
-    kept.add_argument("--mem-fraction-static", type=_positive_share, help="default: SGLang's choice")
+    kept.add_argument("--mem-fraction-static", type=_number(1), help="default: SGLang's choice")
     kept.add_argument(
-        "--headroom-gb", type=_headroom, default=Reserve.headroom_gb, help="--expert-offload-headroom-gb (default 1.0)"
+        "--headroom-gb",
+        type=_option("headroom_gb"),
+        default=Reserve.headroom_gb,
+        help="--expert-offload-headroom-gb (default 1.0)",
     )
     kept.add_argument(
         "--stream-buffer-gb",
-        type=_stream_gb,
+        type=_option("stream_buffer_gb"),
         metavar="auto|GB",
         help=f"{flag_name('stream_buffer_gb')}: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
     )
@@ -121,16 +127,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--ple-offload-backend", choices=tuple(BACKENDS), default="pinned", help="SGLang's flag: where to")
     kept.add_argument("--lookup-tables", choices=TABLES, default="vram", help=f"{TABLES_FLAG}: where to keep those of LongCat")
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
-    kept.add_argument("--disable-cuda-graph", action="store_true")
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument(
         "--hit-rate",
-        type=_share,
+        type=_number(1, zero=True),
         help="share of routed tokens that residents and slots serve (0 to 1), instead of measured routing",
     )
-    assumed.add_argument("--read-efficiency", type=_positive_share, help="rate of zero-copy reads, as a share of --link-gbps")
-    assumed.add_argument("--accepted-tokens", type=_amount, help="accepted tokens per request and step with draft tokens")
-    assumed.add_argument("--rows-per-read", type=_count, help="rows that share one read of an expert in prefill")
+    assumed.add_argument("--read-efficiency", type=_number(1), help="rate of zero-copy reads, as a share of --link-gbps")
+    assumed.add_argument("--accepted-tokens", type=_number(1e6), help="accepted tokens per request and step with draft tokens")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
 
 
@@ -160,25 +164,27 @@ def run(args: argparse.Namespace) -> int:
         args.mem_fraction_static,
         args.headroom_gb,
         args.chunked_prefill_size,
-        cuda_graphs=not args.disable_cuda_graph,
         stream_gb=args.stream_buffer_gb,
     )
-    names = ("read_efficiency", "accepted_tokens", "rows_per_read")
-    given = {name: getattr(args, name) for name in names}
-    usual = dataclasses.replace(Assumptions(), accepted_tokens=min(Assumptions.accepted_tokens, workload.draft_tokens))
-    assumed = dataclasses.replace(usual, **{name: value for name, value in given.items() if value is not None})
+    assumed = Assumptions(accepted_tokens=args.accepted_tokens or min(Assumptions.accepted_tokens, workload.draft_tokens))
+    if args.read_efficiency is not None:
+        assumed = dataclasses.replace(assumed, read_efficiency=args.read_efficiency)
     if wrong := _table_problem(args, model):
         complain(f"error: {wrong}")
         return 2
     place = _tables_in(args, model)
     case = Case(
-        model, machine, workload, parallel, reserve, assumed, slots=args.slots, tables_in=place, num_resident=args.num_resident
+        model,
+        machine,
+        workload,
+        parallel,
+        reserve,
+        assumed,
+        slots=Slots(args.slots),
+        tables_in=place,
+        num_resident=args.num_resident,
     )
-    result = planner.plan_case(case, args.hit_rate)
-    if args.num_resident is None:
-        result = dataclasses.replace(result, alternatives=planner.alternatives(case, result, args.hit_rate))
-    if unserved := unserved_note(model.architectures):
-        result = dataclasses.replace(result, notes=(unserved, *result.notes))
+    result = planner.plan(case, args.hit_rate)
     say(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
     return 0 if result.fits else 1
 
@@ -211,9 +217,6 @@ def _model(name: str, quantization: str | None) -> ModelShape:
 
 
 def _machine(args: argparse.Namespace) -> Machine:
-    figures = {
-        name: getattr(args, name) for name in ("gpus", "vram_gb", "host_gb", "link_gbps", "hbm_gbps", "tflops", "host_gbps")
-    }
     if args.machine is not None:
         base: Machine | None = preset(args.machine)
     elif args.gpus is not None and args.vram_gb is not None:
@@ -224,59 +227,35 @@ def _machine(args: argparse.Namespace) -> Machine:
 
         base = of_gpus(visible_gpus(), integrated())
         base = with_measured_link(base, kept_link(args.tp_size or base.gpus))
-    machine = describe(base, **figures)
+    machine = describe(base, {name: getattr(args, name) for name in FIGURES})
     return machine if args.read_efficiency is None else dataclasses.replace(machine, measured=None)
 
 
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or len(text) > 10 or not least <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {MAX_COUNT}")
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}")
     return int(text)
 
 
-def _whole(text: str) -> int:
-    return _count(text, 0)
+def _number(most: float, zero: bool = False) -> Callable[[str], float]:
+    """Above 0, or from it on."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 <= float(text) <= most and (zero or float(text)):
+                return float(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'from' if zero else 'above'} 0 to {most:g}")
+
+    return read
 
 
-def _slots(text: str) -> Slots:
-    return Slots(None if text == AUTO else _whole(text))
+def _option(name: str) -> Callable[[str], Any]:
+    """As the flag or option of a launch takes it."""
 
+    def read(text: str) -> Any:
+        try:
+            return {**FLAGS, **OPTIONS}[name].kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
-def _amount(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and below 1000000")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
-
-
-def _positive_share(text: str) -> float:
-    value = _share(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, up to 1")
-    return value
-
-
-def _stream_gb(text: str) -> float | None:
-    """None for ``auto``."""
-    return None if text == "auto" else _headroom(text)
-
-
-def _headroom(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1024:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB from 0 to 1024")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
+    return read

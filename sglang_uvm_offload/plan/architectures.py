@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 _ENTRY = re.compile(r"^EntryClass\b[^=\n]*=\s*(\[[^\]]*\]|\w+)", flags=re.MULTILINE)
@@ -20,20 +18,3 @@ def model_files() -> dict[str, str]:
     files = [file for folder in folders for file in sorted(Path(folder, "srt", "models").glob("*.py"))]
     entries = [(file.stem, entry) for file in files for entry in _ENTRY.findall(file.read_text(encoding="utf-8"))]
     return {name: file for file, entry in entries for name in re.findall(r"\w+", re.sub(r"#.*", "", entry))}
-
-
-def sglang_architectures() -> frozenset[str]:
-    """The architectures that SGLang serves by classes of its own; empty where it is not installed."""
-    return frozenset(model_files())
-
-
-def unserved_note(architectures: Sequence[str]) -> str:
-    """A line where a config names only ``architectures`` that this SGLang does not have; else empty."""
-    known = sglang_architectures()
-    if not known or not architectures or known.intersection(architectures):
-        return ""
-    named = ", ".join(architectures)
-    return (
-        f"this SGLang {importlib.metadata.version('sglang')} has no {named}: it refuses the model, or tries the class in the "
-        "transformers library, which nobody has planned for"
-    )

@@ -19,7 +19,6 @@ from sglang_uvm_offload.plan.rates import stream_rates
 from sglang_uvm_offload.plan.routing_curves import HitRates, hit_rates
 from sglang_uvm_offload.plan.stage_cost import StageCost, Stream
 from sglang_uvm_offload.plan.streaming import break_even_tokens
-from sglang_uvm_offload.plan.vocabulary import head_ranks
 from sglang_uvm_offload.residency.budget import (
     DRIVER_BYTES,
     ONE_MEMORY,
@@ -188,12 +187,9 @@ class Case(RankWeights):
         each = len(self.ranks) // self.parallel.pp
         sizes = [rank.experts for rank in self.ranks[stage * each : (stage + 1) * each]]
         most = max(sizes, key=lambda held: held.in_vram(n, slots))
-        moe = sum(bool(layer.experts) for layer in self.decoder_layers(stage))
         return RankMemory(
             stage=stage,
-            layers=len(self.stages[stage]),
-            moe_layers=moe,
-            resident_experts=-(-n // self.parallel.ep) * moe,
+            moe_layers=sum(bool(layer.experts) for layer in self.decoder_layers(stage)),
             plain_weights=self.plain_bytes[stage],
             table_bytes=self.table_bytes(stage),
             resident_bytes=most.experts(n, slots),
@@ -256,7 +252,7 @@ class Case(RankWeights):
                 latent_attention=bool(model.kv.latent),
                 gemm_rate=2.0 if model.quantization == "fp8" else 1.0,
                 draft_layers=len(drafting),
-                draft_bytes=beside + -(-(model.head or model.embedding) // head_ranks(p)),
+                draft_bytes=beside + -(-(model.head or model.embedding) // p.head_tp),
                 draft_expert_bytes=sum(n for layer in drafting for n, _ in self.expert_tensors(layer)),
                 draft_residents=residents,
                 draft_hit_rate=served,

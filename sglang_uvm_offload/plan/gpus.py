@@ -43,7 +43,22 @@ GRACE_GBPS = 546
 """NVIDIA's "up to" for the LPDDR5X of one Grace CPU, from the same page as the GH200's figures."""
 
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture: https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_ADA = "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_BLACKWELL = (
+    "NVIDIA RTX Blackwell GPU Architecture: "
+    "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+)
+_GRACE_HOPPER = (
+    "NVIDIA Grace Hopper Superchip Architecture In-Depth, as quoted by "
+    "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip"
+)
 _A100 = "NVIDIA's, as on https://glennklockwood.com/garden/processors/A100 (SXM)"
+_H100 = "NVIDIA H100 SXM, as on https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
+_H20 = "https://willitrunai.com/es/gpus/h20-96gb"
+_H200 = "NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/"
+_B200 = "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200"
+_L40S = "NVIDIA's, as on https://www.mullet.se/product.html?product_id=355414"
+_SPARK = "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/"
 
 # Rates are NVIDIA's where it publishes them, and dense: half of a figure "with sparsity" where there is no other. Memory is the
 # total that nvidia-smi shows, which is undocumented and below the nominal size of most cards.
@@ -52,89 +67,35 @@ GPUS = {
     "A100-40GB": Gpu(40960, 1555, PCIE4, 312, _A100),
     "A100-80GB": Gpu(81920, 2039, PCIE4, 312, _A100),
     # BFLOAT16 Tensor Core of the H100 SXM: 1,979 TFLOPS, with sparsity.
-    "H100": Gpu(
-        81559,
-        3350,
-        PCIE5,
-        989,
-        "NVIDIA H100 SXM, as on https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
-    ),
+    "H100": Gpu(81559, 3350, PCIE5, 989, _H100),
     # No specification of the H20 by NVIDIA was found; these figures are third-party.
-    "H20": Gpu(97871, 4000, PCIE5, 148, "not NVIDIA's own: https://willitrunai.com/es/gpus/h20-96gb"),
+    "H20": Gpu(97871, 4000, PCIE5, 148, f"not NVIDIA's own: {_H20}"),
     # No rate of its HBM3e was found: taken as that of the other H20. The total is the H200's, also of 141 GB.
     "H20-141GB": Gpu(
-        143771,
-        4000,
-        PCIE5,
-        148,
-        "not NVIDIA's own, and those of the H20 with 96 GB: https://willitrunai.com/es/gpus/h20-96gb; VRAM as of an H200, "
-        "assumed",
+        *(143771, 4000, PCIE5, 148),
+        f"not NVIDIA's own, and those of the H20 with 96 GB: {_H20}; VRAM as of an H200, assumed",
     ),
     # BFLOAT16 Tensor Core of the H200 SXM: 1,979 TFLOPS, with sparsity.
-    "H200": Gpu(143771, 4800, PCIE5, 989, "NVIDIA H200 Tensor Core GPU: https://www.nvidia.com/en-us/data-center/h200/"),
-    "B200": Gpu(183359, 8000, PCIE5, 2250, "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200"),
+    "H200": Gpu(143771, 4800, PCIE5, 989, _H200),
+    "B200": Gpu(183359, 8000, PCIE5, 2250, _B200),
     # BFLOAT16 Tensor Core: 362.05 TFLOPS, 733 with sparsity. ECC takes a part of its 48 GB.
-    "L40S": Gpu(
-        46068,
-        864,
-        PCIE4,
-        362,
-        "NVIDIA's, as on https://www.mullet.se/product.html?product_id=355414",
-    ),
+    "L40S": Gpu(46068, 864, PCIE4, 362, _L40S),
     # Appendix C: peak BF16 Tensor TFLOPS with FP32 accumulate 154.8. Without ECC, which takes a part of the memory.
     "A6000": Gpu(49140, 768, PCIE4, 155, _GA102),
     # Appendix A: peak BF16 Tensor TFLOPS with FP32 accumulate 71.
     "3090": Gpu(24576, 936, PCIE4, 71, _GA102, desktop=True),
     # Appendix A, Table 2: peak BF16 Tensor TFLOPS with FP32 accumulate 165.2.
-    "4090": Gpu(
-        24564,
-        1008,
-        PCIE4,
-        165,
-        "NVIDIA Ada GPU Architecture: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-        desktop=True,
-    ),
+    "4090": Gpu(24564, 1008, PCIE4, 165, _ADA, desktop=True),
     # Appendix A, Table 3: peak BF16 Tensor TFLOPS with FP32 accumulate 209.5.
-    "5090": Gpu(
-        32607,
-        1792,
-        PCIE5,
-        209,
-        "NVIDIA RTX Blackwell GPU Architecture: "
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
-        desktop=True,
-    ),
-    "GH200": Gpu(
-        97871,
-        4000,
-        GH200,
-        989,
-        "NVIDIA Grace Hopper Superchip Architecture In-Depth, as quoted by "
-        "https://datacrunch.io/blog/data-movement-in-the-nvidia-gh200-grace-hopper-superchip",
-        GRACE_GBPS,
-        host_gib=480,
-    ),
+    "5090": Gpu(32607, 1792, PCIE5, 209, _BLACKWELL, desktop=True),
+    "GH200": Gpu(97871, 4000, GH200, 989, _GRACE_HOPPER, GRACE_GBPS, host_gib=480),
     # One Grace has two GPUs: each gets half of the CPU's memory. 186 GB a GPU.
     "GB200": Gpu(
-        177_383,
-        8000,
-        GB200,
-        2500,
-        "NVIDIA's, as on https://glennklockwood.com/garden/processors/B200 and https://www.elprocus.com/nvidia-gb200-ai-chip",
-        GRACE_GBPS / 2,
+        *(177_383, 8000, GB200, 2500, f"{_B200} and https://www.elprocus.com/nvidia-gb200-ai-chip", GRACE_GBPS / 2),
         host_gib=240,
     ),
     # 1 PFLOP of FP4 with sparsity is 125 TFLOPS of dense bfloat16. Of its 128 GB, 8 GiB stay with the host.
-    "GB10": Gpu(
-        113_878,
-        273,
-        GB10,
-        125,
-        "NVIDIA DGX Spark, as quoted by https://ai-infrastructure.net/dgx-spark/",
-        273,
-        host_gib=8,
-        one_memory=True,
-    ),
+    "GB10": Gpu(113_878, 273, GB10, 125, _SPARK, 273, host_gib=8, one_memory=True),
 }
 _ALIASES = {
     **{"A100": "A100-80GB", "A100-40": "A100-40GB", "A100-80": "A100-80GB"},

@@ -23,8 +23,8 @@ class GrantedVram:
     machine: Machine
     workload: Workload
     parallel: Parallel
-    reserve: Reserve
-    assumed: Assumptions
+    reserve: Reserve = dataclasses.field(default_factory=Reserve)
+    assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
     slots: Slots = NO_SLOTS
     tables_in: str = VRAM
     """Where SGLang keeps lookup tables that it can keep there."""
@@ -41,7 +41,6 @@ class GrantedVram:
             latent_attention=bool(self.model.kv.latent),
             max_running_requests=self.workload.requests,
             chunked_prefill_size=self.reserve.chunked_prefill_size,
-            cuda_graphs=self.reserve.cuda_graphs,
         )
 
     @cached_property
@@ -68,7 +67,7 @@ class GrantedVram:
         least 0: on a small GPU both factors may be negative."""
         free = self.free_vram
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
-        return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)) - self.reserve.image_bytes)
+        return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)))
 
     @property
     def vram(self) -> Vram:
@@ -76,7 +75,6 @@ class GrantedVram:
         total = self.machine.vram_bytes
         free = min(self.free_vram, total)
         runtime = min(self.taken_before_loading, free)
-        images = min(self.reserve.image_bytes, free - runtime)
-        rest = free - runtime - images - self.budget
+        rest = free - runtime - self.budget
         sglang = min(rest, int((free - runtime) * (1 - max(0.0, self.fraction))))
-        return Vram(total - free, runtime, sglang, rest - sglang, images, self.budget)
+        return Vram(total - free, runtime, sglang, rest - sglang, self.budget)

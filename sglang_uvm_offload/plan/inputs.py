@@ -71,6 +71,10 @@ class Parallel:
         return self.tp // self.dp if self.dp_attention else self.tp
 
     @property
+    def head_tp(self) -> int:
+        return self.attn_tp if self.dp_lm_head else self.tp
+
+    @property
     def moe_tp(self) -> int:
         return self.tp // self.ep
 
@@ -90,11 +94,8 @@ class Reserve:
     mem_fraction_static: float | None = None
     headroom_gb: float = 1.0
     chunked_prefill_size: int | None = None
-    cuda_graphs: bool = True
     free_vram_bytes: int | None = None
     """Free VRAM of every GPU before the server's processes start, None if unknown: then all of it."""
-    image_bytes: int = 0
-    """VRAM of each rank that SGLang reserves for images."""
     hicache_bytes: int = 0
     """Host RAM of each rank's hierarchical cache (``--hicache-size``)."""
     hicache_ratio: float = 0.0
@@ -107,7 +108,7 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Every number that comes from neither the checkpoint nor a flag. ``MEASURED`` names the measured ones."""
+    """Every number that comes from neither the checkpoint nor a flag. What was measured, was on an H200 (GPU_STATUS.md)."""
 
     context_gib: float = 0.8
     """assumed: CUDA context, libraries and kernels of one rank"""
@@ -159,14 +160,3 @@ class Assumptions:
     Triton experts); no other model has tested them"""
     cpu_efficiency: float = 0.5
     """assumed: share of the host memory's nominal rate at which a CPU engine reads experts"""
-
-
-MEASURED = (
-    "read_efficiency",
-    "copy_efficiency",
-    "vram_copy_gbps",
-    "copy_slows",
-    "vram_copy_slows",
-    "slot_layer_us",
-)
-"""On an H200 (GPU_STATUS.md has the logs); other GPUs may differ."""

@@ -1,4 +1,4 @@
-"""Large tables of which a token reads a few rows: embeddings by layer and by n-gram, and where SGLang 0.5.23 keeps them."""
+"""Large tables of which a token reads a few rows: embeddings by n-gram, and where SGLang 0.5.23 keeps them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Kind:
 
     names: str
     sharing: str
-    """``tp``, ``attention``, or "" if each rank holds all rows."""
-    places: tuple[str, ...] = ()
+    """``tp`` or ``attention``: the ranks that share one."""
+    places: tuple[str, ...]
     """Where else than in VRAM a server can keep it."""
-    offloaded_by: str = ""
+    offloaded_by: str
 
 
 KINDS = {
@@ -47,8 +47,6 @@ KINDS = {
     "engram": Kind(r"engram\.embed\.", "tp", (REGISTERED,), f"{ENGRAM_VARIABLE}=1"),
     # layers/n_gram_embedding.py: VocabParallelEmbedding
     "ngram": Kind(r"(?:ngram_embeddings\.embedders\.\d+|oe_embeder)\.", "attention", (MANAGED,), f"{TABLES_FLAG} host"),
-    # models/gemma3n_causal.py and gemma4_causal.py: torch's Embedding
-    "per_layer": Kind(r"embed_tokens_per_layer\.", ""),
 }
 _WORD = "embed"
 """In all of these names, and found sooner than they are: a checkpoint has hundreds of thousands of other names."""
@@ -65,7 +63,7 @@ class LookupTable:
 
     def sharers(self, parallel: Parallel) -> int:
         """The ranks that together hold all of it."""
-        return {"tp": parallel.tp, "attention": parallel.attn_tp, "": 1}[KINDS[self.kind].sharing]
+        return parallel.tp if KINDS[self.kind].sharing == "tp" else parallel.attn_tp
 
     def rank_bytes(self, parallel: Parallel) -> int:
         return -(-self.nbytes // self.sharers(parallel))
@@ -95,13 +93,13 @@ def kind_of(name: str) -> str | None:
 
 
 def offloaded_by(tables: Iterable[LookupTable]) -> str:
-    """The flag or variable that keeps tables outside of VRAM, "" if there is none."""
-    return next((KINDS[table.kind].offloaded_by for table in tables if KINDS[table.kind].places), "")
+    """The flag or variable that keeps tables outside of VRAM, "" without any."""
+    return next((KINDS[table.kind].offloaded_by for table in tables), "")
 
 
 def other_place(tables: Iterable[LookupTable]) -> str:
-    """Where a server keeps these tables if it is told to offload them, without further flags; VRAM if it cannot."""
-    return next((KINDS[table.kind].places[0] for table in tables if KINDS[table.kind].places), VRAM)
+    """Where a server keeps these tables if it is told to offload them, without further flags."""
+    return next((KINDS[table.kind].places[0] for table in tables), VRAM)
 
 
 def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = False) -> str:

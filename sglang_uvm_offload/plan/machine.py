@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,12 @@ DESKTOP_HOST_GBPS = 2 * 44.8
 """A desktop's two channels of DDR5-5600. Assumed."""
 
 
-FIGURES = ("--gpus", "--vram-gb", "--host-gb", "--link-gbps", "--hbm-gbps", "--tflops")
-"""The flags that describe a machine without a preset."""
+FIGURES = {
+    **{"gpus": "gpus", "vram_gb": "vram_bytes", "host_gb": "host_bytes"},
+    **{name: name for name in ("link_gbps", "hbm_gbps", "tflops", "host_gbps")},
+}
+"""What describes a machine without a preset, by the names of the flags, and the field of ``Machine`` with each."""
+_REQUIRED = [f"--{name.replace('_', '-')}" for name in FIGURES if name != "host_gbps"]
 
 
 class MachineError(ValueError):
@@ -88,7 +92,7 @@ def preset(name: str) -> Machine:
     if match is None or kind is None or not int(match.group(1)):
         raise MachineError(
             f"--machine {name!r}: must be a count, an x and a GPU, such as {', '.join(EXAMPLES[:3])}; known are "
-            f"{', '.join(GPUS)}; describe another machine by {', '.join(FIGURES[:-1])} and {FIGURES[-1]}"
+            f"{', '.join(GPUS)}; describe another machine by {', '.join(_REQUIRED[:-1])} and {_REQUIRED[-1]}"
         )
     gpus, gpu = int(match.group(1)), GPUS[kind]
     name = f"{gpus}x{kind}"
@@ -116,7 +120,7 @@ def of_gpus(gpus: Sequence[tuple[str, int]], integrated: bool = False) -> Machin
     memory is the host's. Rates are 0 if the first is not in ``GPUS``. Raises ``MachineError`` if there is no GPU."""
     if not gpus:
         raise MachineError(
-            "this machine has no CUDA GPU: name a machine, such as --machine 8xH20, or describe one by " + ", ".join(FIGURES)
+            "this machine has no CUDA GPU: name a machine, such as --machine 8xH20, or describe one by " + ", ".join(_REQUIRED)
         )
     name = gpus[0][0]
     known, host = known_gpu(name, gpus[0][1]), host_available()
@@ -137,37 +141,22 @@ def of_gpus(gpus: Sequence[tuple[str, int]], integrated: bool = False) -> Machin
     )
 
 
-def describe(
-    base: Machine | None,
-    *,
-    gpus: int | None,
-    vram_gb: float | None,
-    host_gb: float | None,
-    link_gbps: float | None,
-    hbm_gbps: float | None,
-    tflops: float | None,
-    host_gbps: float | None = None,
-) -> Machine:
-    """``base`` with the given figures (GiB, and 1e9 bytes a second) in place of its own. Without ``base``, all but
+def describe(base: Machine | None, figures: Mapping[str, float | None]) -> Machine:
+    """``base`` with the given ``FIGURES`` (GiB, and 1e9 bytes a second) in place of its own. Without ``base``, all but
     ``host_gbps`` are required."""
-    given: dict[str, Any] = {
-        "gpus": gpus,
-        "vram_bytes": None if vram_gb is None else int(vram_gb * GIB),
-        "host_bytes": None if host_gb is None else int(host_gb * GIB),
-        "link_gbps": link_gbps,
-        "hbm_gbps": hbm_gbps,
-        "tflops": tflops,
-        "host_gbps": host_gbps,
+    values: dict[str, Any] = {
+        FIGURES[name]: int(value * GIB) if name in ("vram_gb", "host_gb") else value
+        for name, value in figures.items()
+        if value is not None
     }
-    values = {name: value for name, value in given.items() if value is not None}
     if base is None:
         base = Machine("given by its figures", 0, 0, 0, 0, 0, 0, "given")
     elif values:
         base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
     machine = dataclasses.replace(base, **values)
-    if link_gbps is not None:
+    if "link_gbps" in values:
         machine = dataclasses.replace(machine, link=None, measured=None)
-    missing = [flag for flag, name in zip(FIGURES, given, strict=False) if not getattr(machine, name) > 0]
+    missing = [flag for flag, field in zip(_REQUIRED, FIGURES.values(), strict=False) if not getattr(machine, field) > 0]
     if missing:
         raise MachineError(f"{', '.join(missing)}: not known for this machine; give numbers above 0")
     return machine

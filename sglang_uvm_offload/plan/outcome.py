@@ -20,7 +20,6 @@ class Vram:
     sglang: int = 0
     """What SGLang's static fraction leaves for activations and CUDA graphs."""
     headroom: int = 0
-    images: int = 0
     granted: int = 0
     """To weights and KV cache."""
 
@@ -30,10 +29,7 @@ class RankMemory:
     """Bytes of VRAM of one rank of a pipeline stage, and its share of host RAM."""
 
     stage: int
-    layers: int
     moe_layers: int
-    resident_experts: int
-    """Managed experts in VRAM, over layers."""
     plain_weights: int
     """Everything but routed experts and lookup tables, and expert tensors too small to place."""
     table_bytes: int
@@ -71,9 +67,8 @@ class Speed:
     """Share of a layer's routed activations that residents and slots serve."""
     requests: int
     """Concurrent requests, over all replicas."""
-    missed_experts: float
-    """Experts that one rank reads or copies over the link in a decode step, over its layers and summed over pipeline stages."""
     missed_bytes: float
+    """That one rank reads or copies over the link in a decode step, summed over pipeline stages."""
     decode_step_s: float
     decode_tokens_s: float
     """Of all requests together."""
@@ -82,8 +77,6 @@ class Speed:
     prefill_chunk_s: float
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
-    reread: float
-    """How often prefill brings an offloaded expert over the link in one chunk, on average: once if it streams."""
     streamed: bool = False
     """Whether prefill copies offloaded experts into stream buffers, instead of reading them in place."""
     cpu_engine_step_s: float = 0.0
@@ -115,30 +108,6 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """The plan with another value of one of SGLang's flags. ``sglang_bytes`` are left for activations and CUDA graphs."""
-
-    flag: str
-    num_resident: int
-    slots: int
-    sglang_bytes: int
-    speeds: tuple[Speed, ...]
-
-
-@dataclass(frozen=True)
-class DraftSpeed:
-    """Decoding with so many draft tokens a step, at the hit rate that was given, or the lowest measured one."""
-
-    requests: int
-    drafts: int
-    kept: float
-    """Tokens that a step keeps of a request; assumed."""
-    missed_bytes: float
-    """In a step."""
-    decode_tokens_s: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
 
@@ -156,12 +125,8 @@ class Plan:
     """Weights, draft layers left out. Those of packed formats count one by one."""
     active_parameters: int = 0
     """Weights that one token of text is computed with; embedding and head count."""
-    shared_parameters: int = 0
-    """Weights of shared experts, over layers."""
-    draft_parameters: int = 0
     quantization: str = ""
     """SGLang's name of the method, ``none`` without one."""
-    """What decided it."""
     slots: int = 0
     """Of each layer."""
     mem_fraction_static: float = 0.0
@@ -195,13 +160,9 @@ class Plan:
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    draft_speeds: tuple[DraftSpeed, ...] = ()
-    """With drafts: for each number of draft tokens from none to the workload's."""
     draft_note: str = ""
     """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
-    """With more residents."""
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     @property

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sglang_uvm_offload.flags import flag_name
-from sglang_uvm_offload.plan.draft_cost import NUMBERS_OF_DRAFTS, fastest_drafts
-from sglang_uvm_offload.plan.inputs import MEASURED, Assumptions
-from sglang_uvm_offload.plan.outcome import Alternative, Plan, RankMemory, Speed
+from sglang_uvm_offload.plan.outcome import Plan, RankMemory, Speed
 from sglang_uvm_offload.plan.rates import GIGA, read_rate
 from sglang_uvm_offload.plan.routing_curves import source_of
 from sglang_uvm_offload.plan.speed import HIDING_CHUNKS
@@ -21,35 +19,11 @@ CPU_ENGINES = (
 )
 """Shares of the host memory's nominal rate that published decode speeds imply (benchmarks/results/published/published.md)."""
 
-FORMULA = (
-    "decode step = max(computing, VRAM bytes / VRAM rate) + overhead of each layer + missed bytes / read rate",
-    "missed = distinct offloaded experts of a step: (E - N) (1 - (1 - k (1 - hit rate) / (E - N)) ^ tokens), in each MoE layer",
-    "each draft token adds a pass of the draft layers, and counts as draft_token_weight of a token in the line above",
-    "prefill chunk = the same for a chunk of the prompt, an offloaded expert read once for each block of rows; at least the "
-    "launches of all layers",
-    "streamed chunk = in each layer the longer of computing from VRAM and copying the experts of the next, offloaded ones at "
-    "the copy rate and residents meanwhile at vram_copy_gbps; these slow computing by copy_slows and vram_copy_slows of "
-    "their times; and the copy for the first, less what is computed before its experts",
-)
-
-WITH_SLOTS = (
-    "with slots, N is residents and slots; every miss is taken to fill one: it is copied at the copy rate before its layer "
-    "computes, then read from VRAM; each MoE layer takes slot_layer_us more",
-    "a prefill in place is served by residents and slots as if by chance; a streamed one copies what is in neither",
-)
-
-
 ROWS = (
     "other traffic: residents chosen on other traffic than is served; lowest and highest: on traffic like it.",
     "of resident: of the speed with all experts in VRAM.",
 )
 """What the rows and columns of the predicted speeds are."""
-
-LESS_FOR_SGLANG = (
-    "Each line is a plan of its own. The memory for activations and CUDA graphs in the first is by SGLang's own rule: with "
-    "less, long prompts or many requests may run out of memory"
-)
-"""The price of more residents."""
 
 
 def render(plan: Plan) -> str:
@@ -57,22 +31,12 @@ def render(plan: Plan) -> str:
     parts = [_setup(plan), _outcome(plan), "\n".join(f"note: {note}" for note in plan.notes)]
     parts.append(_memory(plan) if plan.ranks else "")
     if plan.speeds:
-        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *fastest_drafts(plan.draft_speeds), *_streaming(plan)]))
-    parts.append(_alternatives(plan))
+        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *_streaming(plan)]))
     if plan.flags:
         parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
     if plan.speeds:
         parts.append("How this was computed:\n" + _basis(plan))
     return "\n\n".join(part for part in parts if part)
-
-
-def _parameters(plan: Plan) -> str:
-    parts = [f"{plan.total_parameters / 1e9:.1f} billion parameters", f"{plan.active_parameters / 1e9:.1f} active for a token"]
-    if plan.shared_parameters:
-        parts.append(f"{plan.shared_parameters / 1e9:.2f} of them in shared experts")
-    if plan.draft_parameters:
-        parts.append(f"{plan.draft_parameters / 1e9:.1f} more in draft layers")
-    return ", ".join(parts)
 
 
 def _setup(plan: Plan) -> str:
@@ -83,7 +47,10 @@ def _setup(plan: Plan) -> str:
     return _table(
         [
             ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
-            ("", _parameters(plan)),
+            (
+                "",
+                f"{plan.total_parameters / 1e9:.1f} billion parameters, {plan.active_parameters / 1e9:.1f} active for a token",
+            ),
             ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
             ("", f"quantisation: {plan.quantization}"),
             ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
@@ -112,7 +79,6 @@ def _memory(plan: Plan) -> str:
         ("CUDA, NCCL (assumed)", vram.runtime),
         (f"left by --mem-fraction-static {fraction} for activations, CUDA graphs", vram.sglang),
         (f"{flag_name('headroom_gb')} {plan.headroom_gb:g}", vram.headroom),
-        ("images", vram.images),
     )
     rows += [(f"  {label}", *(size(nbytes) for _ in columns)) for label, nbytes in outside if nbytes]
     lines = (
@@ -180,31 +146,6 @@ def _rows(plan: Plan) -> list[str]:
     return rows
 
 
-def _alternatives(plan: Plan) -> str:
-    """What other values of SGLang's flags would bring, and their price."""
-    if not plan.alternatives:
-        return ""
-    rows = [("for more residents", "a layer", "for activations, CUDA graphs", "decode", "prefill")]
-    rows.append(("as above", _held(plan), size(plan.vram.sglang), *_range(plan.speeds)))
-    rows += [(other.flag, _held(other), size(other.sglang_bytes), *_range(other.speeds)) for other in plan.alternatives]
-    return f"{_table(rows)}\n{LESS_FOR_SGLANG}."
-
-
-def _held(plan: Plan | Alternative) -> str:
-    return f"{plan.num_resident}" + (f" and {plan.slots} slots" if plan.slots else "")
-
-
-def _range(speeds: Sequence[Speed]) -> tuple[str, str]:
-    """The lowest and the highest prediction for all requests together."""
-    if not speeds:
-        return "", ""
-    most = max(speed.requests for speed in speeds)
-    served = [speed for speed in speeds if speed.requests == most]
-    decode = [rate for speed in served for rate in (speed.least.decode_tokens_s, speed.decode_tokens_s)]
-    prefill = [min(rates) for rates in zip(*((s.least.prefill_tokens_s, s.prefill_tokens_s) for s in served), strict=True)]
-    return f"{between(min(decode), max(decode), '.1f')} tok/s", f"{between(prefill[0], prefill[1], '.0f')} tok/s"
-
-
 def between(least: float, most: float, form: str) -> str:
     """A range, or one number where both look the same."""
     low, high = format(least, form), format(most, form)
@@ -237,21 +178,14 @@ def _streaming(plan: Plan) -> list[str]:
 
 def _basis(plan: Plan) -> str:
     machine, link, a = plan.machine, plan.machine.link, plan.assumptions
-    values = {field.name: f"{field.name} {getattr(a, field.name)}" for field in dataclasses.fields(a)}
-    measured = [name for name in MEASURED if getattr(a, name) == getattr(Assumptions, name)]  # not where one was given
     lines = [
-        *FORMULA,
-        *(WITH_SLOTS if plan.slots else ()),
         *_hit_rates(plan.speeds),
-        *([NUMBERS_OF_DRAFTS] if plan.draft_speeds else []),
         f"{_over_link(plan)}; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
         *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
-        f"an offloaded expert crosses the link {plan.speeds[0].reread:.1f} times in a prefill chunk: {_crossings(plan)}",
         f"rates: {machine.source}",
         *_cpu_engine(plan),
-        f"measured on an H200, and assumed elsewhere: {', '.join(values[name] for name in measured)}",
-        f"assumed, not measured by this project: {', '.join(text for name, text in values.items() if name not in measured)}",
+        f"assumed: {', '.join(f'{name} {value}' for name, value in dataclasses.asdict(a).items())}",
     ]
     return "\n".join(lines)
 
@@ -267,12 +201,6 @@ def _over_link(plan: Plan) -> str:
         f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}{host if machine.host_gbps else ''}: {read:.1f} GB/s; "
         f"copy rate {machine.link_gbps:g} GB/s x {a.copy_efficiency}"
     )
-
-
-def _crossings(plan: Plan) -> str:
-    if plan.speeds[0].streamed:
-        return "it is copied once, whether a token uses it or not"
-    return f"it is read for each block of {plan.assumptions.rows_per_read} rows"
 
 
 def _hit_rates(speeds: Sequence[Speed]) -> list[str]:

@@ -12,25 +12,19 @@ from typing import Any
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, config_flag, flag_name
 from sglang_uvm_offload.plan.case import Case
-from sglang_uvm_offload.plan.draft_cost import draft_note, draft_speeds
-from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.draft_cost import draft_note
 from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_flags, table_note
 from sglang_uvm_offload.plan.machine import Machine
-from sglang_uvm_offload.plan.model_shape import ModelShape
-from sglang_uvm_offload.plan.outcome import Alternative, Plan, Speed
+from sglang_uvm_offload.plan.outcome import Plan, Speed
 from sglang_uvm_offload.plan.plan_report import render
 from sglang_uvm_offload.plan.ranks import other_ranks, shape_problems
 from sglang_uvm_offload.plan.remedies import remedies
 from sglang_uvm_offload.plan.speed import hiding_chunk, predict
 from sglang_uvm_offload.plan.verdict import useless_on_a_slow_link, uselessness
 from sglang_uvm_offload.residency.budget import Division
-from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 from sglang_uvm_offload.units import size
 
 __all__ = ["plan", "render"]
-
-MORE_RESIDENTS = ({"chunked_prefill_size": 1024}, {"mem_fraction_static": 0.9})
-"""Values of SGLang's flags that leave less memory for activations and CUDA graphs, and so more for residents."""
 
 BY_MARLIN = frozenset({"mxfp4", "minimax_m3_nvfp4"})
 """Quantisations whose experts compute from slots by the Marlin runner (``plugin/slots/runners``), which SGLang does not choose
@@ -41,25 +35,9 @@ _SLOTS = flag_name("slots")
 _STREAM_GB = flag_name("stream_buffer_gb")
 
 
-def plan(
-    model: ModelShape,
-    machine: Machine,
-    workload: Workload,
-    parallel: Parallel,
-    reserve: Reserve | None = None,
-    assumed: Assumptions | None = None,
-    hit_rate: float | None = None,
-    num_resident: int | None = None,
-    slots: Slots = NO_SLOTS,
-) -> Plan:
-    """The plan for serving ``model``. ``hit_rate``: the measured share of routing that residents and slots serve, None if
-    unknown. ``num_resident``: the residents of a layer to plan with, None for the most that fit with ``slots``."""
-    given = (model, machine, workload, parallel, reserve or Reserve(), assumed or Assumptions())
-    return plan_case(Case(*given, slots=slots, num_resident=num_resident), hit_rate)
-
-
-def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
-    """``plan`` for a case; without speeds where the machine's rates are unknown (0)."""
+def plan(case: Case, hit_rate: float | None = None) -> Plan:
+    """``hit_rate``: the measured share of routing that residents and slots serve, None if unknown. Without speeds where the
+    machine's rates are unknown (0)."""
     model = case.model
     blank = Plan(
         model=model.name,
@@ -74,8 +52,6 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
         expert_bytes=model.expert_bytes,
         total_parameters=model.total_parameters - model.draft_parameters,
         active_parameters=model.active_parameters,
-        shared_parameters=model.shared_parameters,
-        draft_parameters=model.draft_parameters,
         quantization=model.quantization,
         assumptions=case.assumed,
     )
@@ -121,29 +97,11 @@ def plan_case(case: Case, hit_rate: float | None = None) -> Plan:
         served = dataclasses.replace(
             served,
             speeds=_speeds(case, division, hit_rate),
-            draft_speeds=draft_speeds(case, division, hit_rate) if case.workload.drafts else (),
             hiding_chunk=_hiding_chunk(case, division, machine),
             slowest_hiding_chunk=_hiding_chunk(case, division, machine.slowest or machine),
         )
     notes = (*served.notes, *filter(None, [useless_on_a_slow_link(served)]))
     return dataclasses.replace(served, useless=uselessness(served), notes=notes)
-
-
-def alternatives(case: Case, planned: Plan, hit_rate: float | None = None) -> tuple[Alternative, ...]:
-    """The plans with ``MORE_RESIDENTS``, of flags that were not given, that have more of them than ``planned``, the plan for
-    ``case`` with the most residents."""
-    if planned.num_resident in (None, planned.num_experts):
-        return ()
-    out = []
-    for change in MORE_RESIDENTS:
-        ((field, value),) = change.items()
-        if getattr(case.reserve, field) is not None:
-            continue
-        other = plan_case(dataclasses.replace(case, reserve=dataclasses.replace(case.reserve, **change)), hit_rate)
-        if other.rows > planned.rows and other.num_resident is not None:
-            flag = f"--{field.replace('_', '-')} {value}"
-            out.append(Alternative(flag, other.num_resident, other.slots, other.vram.sglang, other.speeds))
-    return tuple(out)
 
 
 def _notes(case: Case) -> list[str]:

@@ -10,7 +10,6 @@ from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout, round_up,
 from sglang_uvm_offload.plan import sglang_memory
 from sglang_uvm_offload.plan.granted_vram import GrantedVram
 from sglang_uvm_offload.plan.model_shape import LayerShape
-from sglang_uvm_offload.plan.vocabulary import embedding_ranks, head_ranks
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
 
 
@@ -92,7 +91,7 @@ class RankWeights(GrantedVram):
             total += self.embedding_bytes
         if stage == p.pp - 1:
             tied = self.model.embedding if p.pp > 1 and not self.model.head else 0
-            total += -(-(self.model.head + tied) // head_ranks(p))
+            total += -(-(self.model.head + tied) // p.head_tp)
         return total
 
     def attention_bytes(self, layer: LayerShape) -> int:
@@ -102,7 +101,7 @@ class RankWeights(GrantedVram):
 
     @property
     def embedding_bytes(self) -> int:
-        return -(-self.model.embedding // embedding_ranks(self.model.architectures, self.parallel))
+        return -(-self.model.embedding // self.parallel.attn_tp)
 
     def table_bytes(self, stage: int) -> int:
         """VRAM of the lookup tables on one rank."""

@@ -8,7 +8,6 @@ from itertools import islice
 
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.inputs import Parallel
-from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES
 
 SUGGESTED = 2
 """So many other ranks are named."""
@@ -42,8 +41,6 @@ def shape_problems(case: Case) -> list[str]:
         out.append(f"--tp-size {p.tp} with --ep-size {p.ep}: {cut}{blocks}")
     if case.workload.context_length > m.context_length:
         out.append(f"--context-length {case.workload.context_length}: the model allows {m.context_length}")
-    if case.workload.kv_cache_dtype not in DTYPE_BYTES:
-        out.append(f"--kv-cache-dtype {case.workload.kv_cache_dtype}: must be one of {', '.join(DTYPE_BYTES)}")
     if case.workload.speculative and not m.draft_layers:
         out.append("the checkpoint has no draft layers of its own to count")
     drafted = case.workload.draft_num_resident

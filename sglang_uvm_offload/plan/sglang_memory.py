@@ -24,11 +24,9 @@ _TIERS = (
 
 @dataclass(frozen=True)
 class Defaults:
-    """SGLang's values for flags that are not given. ``reserved_bytes`` is for activations and CUDA graphs."""
+    """SGLang's values for flags that are not given."""
 
     chunked_prefill_size: int
-    decode_graph_batch: int
-    reserved_bytes: int
     mem_fraction_static: float
 
 
@@ -41,7 +39,6 @@ def defaults(
     latent_attention: bool,
     max_running_requests: int | None = None,
     chunked_prefill_size: int | None = None,
-    cuda_graphs: bool = True,
 ) -> Defaults:
     """SGLang's choice for a GPU with ``gpu_bytes`` of memory (nvidia-smi's total). ``dp_attention``: the number of
     data-parallel attention ranks, 1 without."""
@@ -52,15 +49,13 @@ def defaults(
     if max_running_requests is not None:
         batch = min(batch, max_running_requests)
     reserved = 512 + max(chunk, 2048) * 1.5 + tp * pp / 8 * 1024
-    if cuda_graphs:
-        reserved += batch * 2
+    reserved += batch * 2
     if dp_attention > 1:
         reserved += batch * dp_attention * (3 if batch <= 300 else 4.5)
-    if cuda_graphs:
-        reserved += 1536 if latent_attention else 8 * _prefill_graphs(chunk)
+    reserved += 1536 if latent_attention else 8 * _prefill_graphs(chunk)
     if gpu_mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
-    return Defaults(chunk, batch, int(reserved * MIB), round((gpu_mib - reserved) / gpu_mib, 3))
+    return Defaults(chunk, round((gpu_mib - reserved) / gpu_mib, 3))
 
 
 def _prefill_graphs(max_tokens: int) -> int:

@@ -8,26 +8,20 @@
                     the longer of  bytes of its offloaded experts / copy rate  and  bytes of its residents / rate of copies in
                     VRAM,  less the time of what runs meanwhile
 
-A chunk streams if it has enough tokens. Each layer's experts are then copied to a buffer once, while the layer before
-computes. With one buffer, a copy overlaps only what comes between the experts of two layers. The copy for a chunk's first MoE
-layer begins with the chunk, and overlaps what comes before its experts; layers without experts are taken to come first.
+Streaming copies each layer's experts to a buffer once, while the layer before computes; with one buffer, a copy overlaps only
+what comes between the experts of two layers. The copy for a chunk's first MoE layer begins with the chunk, and overlaps what
+comes before its experts; layers without experts are taken to come first.
 
-With slots, a decode step counts N as residents and slots together. Every miss is taken to fill a slot: it crosses the link
-once, at the rate of a copy, and is then read from VRAM; and each MoE layer takes time to decide. A fill ends before its layer
-computes, so it overlaps with no read of VRAM. Reads in place are not taken to overlap either (the sum above), so slots lose
-nothing by it here. Where a prefill reads in place, residents and slots serve their share of the experts, as if by chance,
-because slots hold what other requests decoded with. Where it streams, it copies what is neither resident nor in a slot. That
-slots are full is assumed, and so is that filling them after a prefill costs nothing.
-
-The overhead of a layer depends on its attention: what a step of one request takes beyond its reads is launches and kernels too
-small to fill a GPU, and latent attention has more of them.
+With slots, N counts residents and slots together, and slots are taken to be full. Every miss fills one: it crosses the link
+once, at the rate of a copy, before its layer computes, and is then read from VRAM; each MoE layer takes time to decide. Where a
+prefill reads in place, residents and slots serve their share of the experts, as if by chance, because slots hold what other
+requests decoded with.
 
 Missed bytes are those of distinct offloaded experts. If each of T tokens in a step uses k of E experts, and residents serve the
 share c of all uses, a token uses an offloaded expert with probability p = k (1 - c) / (E - N), so a layer misses
-(E - N) (1 - (1 - p)^T) experts. Uniform routing is c = N / E. Tokens are assumed to be independent. Some offloaded experts are
-more likely than others, so a decode step of several tokens misses fewer (``expert_skew``); a prompt uses nearly all. An
-offloaded expert has T p rows: it is used less than a resident one, so it has fewer blocks of rows. The tokens that a step
-verifies for one request follow each other and share experts, so each after the first counts as less than an independent one.
+(E - N) (1 - (1 - p)^T) experts; uniform routing is c = N / E. Some offloaded experts are more likely than others, so a decode
+step of several tokens misses fewer (``expert_skew``); a prompt uses nearly all. The tokens that a step verifies for one request
+share experts, so each after the first counts as less than an independent one.
 
 A CPU engine, for comparison, computes the routed experts in host memory: its step is the resident step without reading
 experts, plus the bytes of all active experts over the rate that a CPU engine reaches.
@@ -37,12 +31,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import expm1, lgamma
+from typing import NamedTuple
 
 from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Workload
-from sglang_uvm_offload.plan.layer_copy import LayerCopy, layer_copy
 from sglang_uvm_offload.plan.machine import Machine
 from sglang_uvm_offload.plan.outcome import Speed
-from sglang_uvm_offload.plan.rates import GIGA, copy_rate, read_rate
+from sglang_uvm_offload.plan.rates import GIGA, copy_rate, read_rate, vram_copy_rate
 from sglang_uvm_offload.plan.stage_cost import IN_PLACE, StageCost, Stream
 
 HIDING_CHUNKS = range(256, 65536 + 1, 256)
@@ -95,17 +89,15 @@ def predict(
     prompt = _Batch(chunk_tokens, 0, 0)
     streamed = bool(stream.buffers) and num_resident < num_experts and chunk_tokens >= stream.tokens
     if streamed:
-        reread, prefill = 1.0, model.streamed_chunk(rows, prompt, stream.buffers)
+        prefill = model.streamed_chunk(rows, prompt, stream.buffers)
     else:
         served = rows / num_experts if slots else hit_rate
-        reread = model.reread(rows, served, prompt)
-        prefill = model.prefill_chunk(rows, served, prompt, reread)
-    resident_prefill = model.resident_chunk(prompt)
+        prefill = model.prefill_chunk(rows, served, prompt)
+    resident_prefill = model.prefill_chunk(num_experts, 1.0, prompt)
     return Speed(
         routing=routing,
         hit_rate=hit_rate,
         requests=requests,
-        missed_experts=decode.missed,
         missed_bytes=decode.missed_bytes,
         decode_step_s=decode.seconds,
         decode_tokens_s=requests * yielded / decode.seconds,
@@ -113,7 +105,6 @@ def predict(
         prefill_chunk_s=prefill,
         prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
         resident_prefill_tokens_s=workload.prompt_tokens / (chunks * resident_prefill),
-        reread=reread,
         streamed=streamed,
         cpu_engine_step_s=model.cpu_engine_step(batch),
     )
@@ -155,11 +146,21 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of a step, and the experts that one rank reads or copies over the link in it, with their bytes."""
+    """Seconds of a step, and the bytes of experts that one rank reads or copies over the link in it."""
 
     seconds: float
-    missed: float
     missed_bytes: float
+
+
+class _LayerCopy(NamedTuple):
+    """Of a layer's experts into a stream buffer: seconds that the blocks for the link, and those for VRAM, are busy."""
+
+    link: float
+    vram: float
+
+    def slows(self, assumed: Assumptions) -> float:
+        """Seconds that kernels lose which compute meanwhile."""
+        return assumed.copy_slows * self.link + assumed.vram_copy_slows * self.vram
 
 
 @dataclass(frozen=True)
@@ -181,27 +182,20 @@ class _Model:
         drafted = sum(self.drafted_misses(stage, batch) for stage in self.stages)
         seconds += crossing / (self.copy_rate if fills else self.read_rate)
         seconds += layers * self.assumed.slot_layer_us * 1e-6 if fills else 0
-        return _Step(seconds, missed * layers, crossing + drafted)
+        return _Step(seconds, crossing + drafted)
 
-    def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch, reread: float) -> float:
-        """Seconds of a chunk of a prompt, which reads each missed expert ``reread`` times."""
+    def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch) -> float:
+        """Seconds of a chunk of a prompt, which reads a missed expert once for each block of its rows."""
         hit, missed = self.activated(num_resident, hit_rate, prompt)
+        rows = prompt.tokens * self.top_k * (1 - hit_rate) / max(1, self.num_experts - num_resident)
+        reads = max(1.0, rows / self.assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
         return sum(
             max(
                 self.launching(stage),
-                self.in_vram(stage, hit, prompt) + missed * reread * sum(stage.expert_layers) / self.read_rate,
+                self.in_vram(stage, hit, prompt) + missed * reads * sum(stage.expert_layers) / self.read_rate,
             )
             for stage in self.stages
         )
-
-    def resident_chunk(self, prompt: _Batch) -> float:
-        """Seconds of a chunk with every expert in VRAM."""
-        return self.prefill_chunk(self.num_experts, 1.0, prompt, 1)
-
-    def reread(self, num_resident: int, hit_rate: float, prompt: _Batch) -> float:
-        """How often a chunk reads an offloaded expert in place: once for each block of its rows."""
-        rows = prompt.tokens * self.top_k * (1 - hit_rate) / max(1, self.num_experts - num_resident)
-        return max(1.0, rows / self.assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
 
     def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
         """Seconds of a chunk whose layers find all their experts in a stream buffer."""
@@ -213,14 +207,11 @@ class _Model:
             seconds += max(self.launching(stage), self.in_vram(stage, hit, prompt) + longer)
         return seconds
 
-    def copies(self, stage: StageCost, num_resident: int) -> list[LayerCopy]:
+    def copies(self, stage: StageCost, num_resident: int) -> list[_LayerCopy]:
         """Of each MoE layer of a stage."""
-        resident, offloaded = num_resident / self.parallel.ep, (self.num_experts - num_resident) / self.parallel.ep
-        of_size = {
-            nbytes: layer_copy(offloaded * nbytes, resident * nbytes, self.copy_rate, self.machine, self.assumed)
-            for nbytes in set(stage.expert_layers)
-        }
-        return [of_size[nbytes] for nbytes in stage.expert_layers]
+        in_vram = num_resident / self.parallel.ep / vram_copy_rate(self.machine, self.assumed)
+        offloaded = (self.num_experts - num_resident) / self.parallel.ep / self.copy_rate
+        return [_LayerCopy(offloaded * nbytes, in_vram * nbytes) for nbytes in stage.expert_layers]
 
     def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
         """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
@@ -233,7 +224,7 @@ class _Model:
         rest = between / stage.layers
         found, meanwhile = [], (stage.layers - len(stage.expert_layers)) * rest
         for nbytes, copy in zip(stage.expert_layers, self.copies(stage, num_resident), strict=True):
-            found.append(max(0.0, copy.seconds - meanwhile - rest))
+            found.append(max(0.0, max(copy) - meanwhile - rest))
             meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if buffers > 1 else 0.0
         return found
 

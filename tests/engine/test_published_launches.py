@@ -16,7 +16,7 @@ from builders.released import written
 from builders.true_shape import config_folder
 from nursery import Nurseries
 
-from sglang_uvm_offload.plan.architectures import sglang_architectures
+from sglang_uvm_offload.plan.architectures import model_files
 
 NUMBERS = ("auto", "16")
 CASES = [
@@ -37,7 +37,7 @@ def checkpoint(folder: Path, model: str) -> Path | None:
 def is_served(model: str) -> bool:
     """Whether this SGLang has a class for it."""
     named = json.loads((config_folder(model) / "config.json").read_text()).get("architectures") or []
-    return bool(sglang_architectures().intersection(named))
+    return not model_files().keys().isdisjoint(named)
 
 
 def launch(folder: Path, line: dict[str, str], number: str) -> Launch:

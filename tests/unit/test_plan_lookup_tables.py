@@ -13,22 +13,19 @@ from sglang_uvm_offload.flags import config_flag, spelled
 from sglang_uvm_offload.memory.host_ram import BOOKKEEPING_SHARE
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
-from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
+from sglang_uvm_offload.plan.inputs import Parallel, Workload
 from sglang_uvm_offload.plan.lookup_tables import FILE, MANAGED, PINNED, REGISTERED, VRAM, LookupTable, kind_of
 from sglang_uvm_offload.plan.machine import GIB, preset
 from sglang_uvm_offload.plan.model_shape import ModelShape
 from sglang_uvm_offload.plan.outcome import Plan
-from sglang_uvm_offload.plan.planner import plan_case, render
+from sglang_uvm_offload.plan.planner import plan, render
 from sglang_uvm_offload.requested_config import of_arguments
 from sglang_uvm_offload.residency.budget import Division
 
-LAYERS = {"ple": 1, "engram": 14, "ngram": 0, "per_layer": 0}
-BYTES = {
-    "ple": 40 * GIB,
-    "engram": (1 << 28) * (256 + 8),
-    "ngram": 12 * (10 << 20) * 256 * 2,
-    "per_layer": 262144 * 30 * 256 * 2,
-}
+LAYERS = {"ple": 1, "engram": 14, "ngram": 0}
+BYTES = {"ple": 40 * GIB, "engram": (1 << 28) * (256 + 8), "ngram": 12 * (10 << 20) * 256 * 2}
+GROUPS = Parallel(tp=8, dp=4, dp_attention=True)
+NONE = Division(0, 0, 0)
 
 
 @cache
@@ -41,34 +38,25 @@ def model(kind: str = "") -> ModelShape:
     return dataclasses.replace(without, tables=tables, total_bytes=without.total_bytes + BYTES[kind])
 
 
-NONE = Division(0, 0, 0)
-
-
 def case(kind: str, place: str = VRAM, parallel: Parallel | None = None, machine: str = "2xH200") -> Case:
-    given = (Workload(4096), parallel or Parallel(tp=preset(machine).gpus), Reserve(), Assumptions())
-    return Case(model(kind), preset(machine), *given, tables_in=place)
+    where = preset(machine)
+    return Case(model(kind), where, Workload(4096), parallel or Parallel(tp=where.gpus), tables_in=place)
 
 
 @cache
 def planned(kind: str, place: str = VRAM, machine: str = "2xH200") -> Plan:
-    return plan_case(case(kind, place, machine=machine))
+    return plan(case(kind, place, machine=machine))
 
 
-@pytest.mark.parametrize(("kind", "sharers"), [("ple", (8, 8)), ("engram", (8, 8)), ("ngram", (8, 2)), ("per_layer", (1, 1))])
+@pytest.mark.parametrize(("kind", "sharers"), [("ple", (8, 8)), ("engram", (8, 8)), ("ngram", (8, 2))])
 def test_ranks_divide_a_table_as_its_class_does(kind: str, sharers: tuple[int, int]) -> None:
-    groups = Parallel(tp=8, dp=4, dp_attention=True)
-    for parallel, number in zip((Parallel(tp=8), groups), sharers, strict=True):
+    for parallel, number in zip((Parallel(tp=8), GROUPS), sharers, strict=True):
         assert case(kind, parallel=parallel).table_bytes(0) == BYTES[kind] // number
 
 
-def test_a_table_is_on_the_stage_of_its_layer() -> None:
-    found = case("engram", parallel=Parallel(tp=2, pp=2))
-    early, late = (found.table_bytes(stage) for stage in range(2))
+def test_a_table_takes_vram_of_the_stage_of_its_layer_and_no_time_of_a_step() -> None:
+    early, late = (case("engram", parallel=Parallel(tp=2, pp=2)).table_bytes(stage) for stage in range(2))
     assert (early, late) == (BYTES["engram"] // 2, 0)
-    assert case("engram", parallel=Parallel(tp=1, pp=4)).table_bytes(1) == BYTES["engram"]
-
-
-def test_a_table_takes_vram_of_residents_and_no_time_of_a_step() -> None:
     without, found = case(""), case("ple")
     assert found.rank(0, NONE).used_bytes == without.rank(0, NONE).used_bytes + BYTES["ple"] // 2
     assert without.ranks[0].free - found.ranks[0].free == BYTES["ple"] // 2
@@ -77,13 +65,11 @@ def test_a_table_takes_vram_of_residents_and_no_time_of_a_step() -> None:
 
 def test_pinned_tables_are_rounded_up_to_powers_of_two_and_mapped_ones_are_not() -> None:
     """40 GiB on one rank take 64; on two ranks, each has 20 and takes 32."""
-    assert BYTES["ple"] == 40 * GIB
     for ranks in (1, 2):
         assert case("ple", PINNED, Parallel(tp=ranks)).table_host_bytes == 64 * GIB
     assert case("engram", REGISTERED).table_host_bytes == BYTES["engram"]
     assert case("ngram", MANAGED).table_host_bytes == BYTES["ngram"], "in whole blocks"
-    groups = Parallel(tp=8, dp=4, dp_attention=True)
-    assert case("ngram", MANAGED, groups).table_host_bytes == 4 * BYTES["ngram"], "each group has its own"
+    assert case("ngram", MANAGED, GROUPS).table_host_bytes == 4 * BYTES["ngram"], "each group has its own"
     assert case("ple", PINNED, Parallel(tp=1, dp=2)).table_host_bytes == 128 * GIB, "each replica has its own"
 
 
@@ -97,17 +83,14 @@ def test_a_table_elsewhere_takes_no_vram(kind: str, place: str) -> None:
     assert bool(more) == (place != FILE)
 
 
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [("ngram", PINNED), ("per_layer", MANAGED), ("engram", PINNED), ("ple", REGISTERED), ("ple", MANAGED)],
-)
+@pytest.mark.parametrize(("kind", "place"), [("ngram", PINNED), ("engram", PINNED), ("ple", REGISTERED), ("ple", MANAGED)])
 def test_a_table_stays_in_vram_where_sglang_has_no_way_to_keep_it_there(kind: str, place: str) -> None:
     found = case(kind, place)
     assert found.table_bytes(0) > 0
     assert found.table_host_bytes == 0
 
 
-def test_a_plan_shows_the_table_and_the_flag_that_frees_its_vram() -> None:
+def test_a_plan_shows_the_table_and_what_frees_its_vram() -> None:
     text = render(planned("ple"))
     assert "  lookup tables " in text
     assert "the lookup tables take 40.00 GiB of VRAM over the ranks that share them; --ple-offload-embedding keeps them" in text
@@ -117,27 +100,22 @@ def test_a_plan_shows_the_table_and_the_flag_that_frees_its_vram() -> None:
     assert "of VRAM over" not in text
     assert planned("ple", PINNED).flags.count("--ple-offload-embedding") == 1
     assert "--ple-offload-backend file" in planned("ple", FILE).flags
-
-
-def test_a_plan_says_what_frees_the_vram_of_other_tables() -> None:
-    assert "of VRAM over the ranks that share them; nothing frees it" in render(planned("per_layer"))
     assert "; --expert-offload-config lookup_tables host keeps them in host RAM" in render(planned("ngram"))
-    assert planned("ngram", MANAGED).flags.count(config_flag(lookup_tables="host")) == 1
-    assert "in managed host RAM, which take" in render(planned("ngram", MANAGED))
-
-
-def test_the_flags_of_a_plan_with_tables_in_host_ram_turn_offloading_on_though_all_experts_fit() -> None:
-    plan = planned("ngram", MANAGED)
-    assert plan.num_resident == plan.num_experts
-    flags = dict(shlex.split(flag) for flag in plan.flags if " " in flag)
-    requested = of_arguments({"num_resident": flags[spelled("num_resident")], "config": flags[spelled("config")]})
-    assert requested is not None
-    assert (requested.num_resident, requested.tables_in_host) == (plan.num_experts, True)
-    assert any("offloading is needed for lookup tables only" in note for note in plan.notes)
-    assert not any("num-resident" in flag for flag in planned("ngram").flags)
     assert "; SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1 keeps them in host RAM" in render(planned("engram"))
     assert "lookup tables" not in render(planned(""))
     assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
+
+
+def test_the_flags_of_a_plan_with_tables_in_host_ram_turn_offloading_on_though_all_experts_fit() -> None:
+    found = planned("ngram", MANAGED)
+    assert found.num_resident == found.num_experts
+    assert found.flags.count(config_flag(lookup_tables="host")) == 1
+    flags = dict(shlex.split(flag) for flag in found.flags if " " in flag)
+    requested = of_arguments({"num_resident": flags[spelled("num_resident")], "config": flags[spelled("config")]})
+    assert requested is not None
+    assert (requested.num_resident, requested.tables_in_host) == (found.num_experts, True)
+    assert any("offloading is needed for lookup tables only" in note for note in found.notes)
+    assert not any("num-resident" in flag for flag in planned("ngram").flags)
 
 
 def test_only_a_file_frees_memory_that_gpu_and_host_share() -> None:
@@ -153,16 +131,10 @@ def test_moving_the_table_is_a_remedy_where_it_makes_the_model_fit() -> None:
     """Two GPUs of 24 GiB hold their half of the other weights, and not 20 GiB of a table."""
     short = planned("ple", machine="2x4090")
     assert not short.fits
-    assert short.ranks[0].table_bytes == 20 * GIB
     assert "lookup tables in host RAM (--ple-offload-embedding)" in short.needs
     assert planned("ple", PINNED, machine="2x4090").fits
-    assert "lookup tables in host RAM (--expert-offload-config lookup_tables host)" in planned("ngram", machine="2x4090").needs
-    assert not any("lookup tables" in need for need in planned("per_layer", machine="1x4090").needs)
-
-
-def test_host_ram_that_is_short_for_the_table_is_said() -> None:
-    machine = dataclasses.replace(preset("2x4090"), host_bytes=60 * GIB)
-    (problem,) = plan_case(dataclasses.replace(case("ple", PINNED), machine=machine)).problems
+    little = dataclasses.replace(preset("2x4090"), host_bytes=60 * GIB)
+    (problem,) = plan(dataclasses.replace(case("ple", PINNED), machine=little)).problems
     assert "64.00 GiB for lookup tables" in problem
 
 
@@ -173,7 +145,6 @@ def test_host_ram_that_is_short_for_the_table_is_said() -> None:
         ("model.layers.3.engram.embed.weight", "engram"),
         ("model.ngram_embeddings.embedders.11.weight", "ngram"),
         ("model.oe_embeder.weight", "ngram"),
-        ("model.language_model.embed_tokens_per_layer.weight", "per_layer"),
         ("model.embed_tokens.weight", None),
         ("model.layers.3.mlp.experts.5.gate_proj.weight", None),
     ],

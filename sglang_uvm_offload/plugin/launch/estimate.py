@@ -20,7 +20,7 @@ from sglang_uvm_offload.plan.machine import Machine
 from sglang_uvm_offload.plan.measured_link import with_measured_link
 from sglang_uvm_offload.plan.model_files import ModelFiles
 from sglang_uvm_offload.plan.outcome import Plan
-from sglang_uvm_offload.plan.planner import plan_case
+from sglang_uvm_offload.plan.planner import plan as planned
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source
@@ -61,7 +61,7 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         case = _case(config, cfg, model, server_args, demand)
         # With redundant experts a layer has more places than the planner knows.
         number = None if config.num_resident is None else min(config.num_resident, case.model.num_experts)
-        plan = plan_case(dataclasses.replace(case, num_resident=number))
+        plan = planned(dataclasses.replace(case, num_resident=number))
     except (CheckpointError, DriverError, FlagError) as error:
         return Estimate([], [f"{given} is not estimated: {error}"])
     if plan.num_resident is None:
