@@ -32,7 +32,6 @@ from sglang_uvm_offload.plan.machine import Machine
 from sglang_uvm_offload.plan.model_shape import ModelShape
 from sglang_uvm_offload.plan.outcome import Speed
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError
-from sglang_uvm_offload.plan.speed import predict
 from sglang_uvm_offload.plan.stage_cost import IN_PLACE, Stream
 
 GIGA = 1e9
@@ -98,22 +97,10 @@ class Figure:
         workload = Workload(self.context, self.size if self.decoding else 1, prompt_tokens=self.context)
         machine = replace(machine, link_gbps=1.0)  # so that the shares of it that kernels reach are the rates
         assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
-        stage = Case(model, machine, workload, Parallel(), Reserve(), assumed).costs[0]
-        return predict(
-            "counted",
-            self.hit_rate,
-            served.rows - served.slots,
-            model.num_experts,
-            model.top_k,
-            [stage],
-            machine,
-            workload,
-            Parallel(),
-            workload.requests,
-            served.chunk,
-            assumed,
-            served.stream,
-            served.slots,
+        of = Case(model, machine, workload, Parallel(), Reserve(), assumed).speed_model()
+        residents = served.rows - served.slots
+        return of.predict(
+            *("counted", self.hit_rate, residents, workload, workload.requests, served.chunk, served.stream, served.slots)
         )
 
     def as_resident(self, seconds: float, rates: Rates, machine: Machine) -> tuple[Machine, Assumptions]:

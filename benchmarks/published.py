@@ -25,7 +25,6 @@ from sglang_uvm_offload.plan.machine import preset
 from sglang_uvm_offload.plan.model_shape import ModelShape
 from sglang_uvm_offload.plan.outcome import Speed
 from sglang_uvm_offload.plan.routing_curves import hit_rates
-from sglang_uvm_offload.plan.speed import predict
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "published" / "published.md"
@@ -88,10 +87,7 @@ def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = Fal
     parallel = Parallel(figure.get("tp", 8))
     case = Case(model, machine, work, parallel, Reserve(), values)
     residents = figure.get("residents", model.num_experts)
-    return predict(
-        *("published", hit_rate, residents, model.num_experts, model.top_k, [case.costs[0]], machine, work, parallel),
-        *(work.requests, figure.get("chunk", 8192), values),
-    )
+    return case.speed_model().predict("published", hit_rate, residents, work, work.requests, figure.get("chunk", 8192))
 
 
 def value(figure: Figure, predicted: Speed) -> float:

@@ -11,12 +11,13 @@ from sglang_uvm_offload.config import slot_problems
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES, STATE_SHARE, STATES_OF_REQUEST
 from sglang_uvm_offload.plan.lookup_tables import MANAGED
-from sglang_uvm_offload.plan.machine import GIB
+from sglang_uvm_offload.plan.machine import GIB, Machine
 from sglang_uvm_offload.plan.model_shape import LayerShape
 from sglang_uvm_offload.plan.outcome import RankMemory
 from sglang_uvm_offload.plan.rank_weights import RankWeights
 from sglang_uvm_offload.plan.rates import stream_rates
 from sglang_uvm_offload.plan.routing_curves import HitRates, hit_rates
+from sglang_uvm_offload.plan.speed import SpeedModel
 from sglang_uvm_offload.plan.stage_cost import StageCost, Stream
 from sglang_uvm_offload.plan.streaming import break_even_tokens
 from sglang_uvm_offload.residency.budget import (
@@ -223,6 +224,12 @@ class Case(RankWeights):
         rows = division.num_resident + division.slots
         slot_share = division.slots / rows if rows else 0.0
         return hit_rates(self.model.family, requests, rows / self.model.num_experts, slot_share)
+
+    def speed_model(self, machine: Machine | None = None) -> SpeedModel:
+        """Of this machine, or another."""
+        return SpeedModel(
+            *(self.model.num_experts, self.model.top_k, self.costs, machine or self.machine, self.parallel, self.assumed)
+        )
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:

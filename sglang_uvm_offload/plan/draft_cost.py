@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.outcome import Speed
-from sglang_uvm_offload.plan.speed import predict
 from sglang_uvm_offload.residency.budget import Division
 
 
@@ -43,20 +42,9 @@ def _accepted(case: Case) -> float:
 def _decoding(case: Case, division: Division, requests: int, drafting: bool) -> Speed:
     workload = replace(case.workload, speculative=drafting)
     of = case if drafting else replace(case, workload=workload)
+    of = replace(of, assumed=replace(case.assumed, accepted_tokens=_accepted(case)))
     known = case.machine.link_gbps > 0
     machine = case.machine if known else replace(case.machine, link_gbps=1, hbm_gbps=1, tflops=1)
-    return predict(
-        "",
-        case.measured_hit_rates(division, requests).lowest.rate,
-        division.num_resident,
-        case.model.num_experts,
-        case.model.top_k,
-        list(of.costs),
-        machine,
-        workload,
-        case.parallel,
-        requests,
-        case.defaults.chunked_prefill_size,
-        replace(case.assumed, accepted_tokens=_accepted(case)),
-        slots=division.slots,
-    )
+    hit_rate = case.measured_hit_rates(division, requests).lowest.rate
+    chunk = case.defaults.chunked_prefill_size
+    return of.speed_model(machine).predict("", hit_rate, division.num_resident, workload, requests, chunk, slots=division.slots)

@@ -19,7 +19,6 @@ from sglang_uvm_offload.plan.outcome import Plan, Speed
 from sglang_uvm_offload.plan.plan_report import render
 from sglang_uvm_offload.plan.ranks import other_ranks, shape_problems
 from sglang_uvm_offload.plan.remedies import remedies
-from sglang_uvm_offload.plan.speed import hiding_chunk, predict
 from sglang_uvm_offload.plan.verdict import useless_on_a_slow_link, uselessness
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.units import size
@@ -187,11 +186,9 @@ def _speeds(case: Case, division: Division, hit_rate: float | None) -> tuple[Spe
 
 def _speed(case: Case, division: Division, requests: int, name: str, hit_rate: float) -> Speed:
     def over(machine: Machine) -> Speed:
-        return predict(
-            *(name, hit_rate, division.num_resident, case.model.num_experts, case.model.top_k, list(case.costs), machine),
-            *(case.workload, case.parallel, requests, case.defaults.chunked_prefill_size, case.assumed),
-            case.stream(division),
-            slots=division.slots,
+        return case.speed_model(machine).predict(
+            *(name, hit_rate, division.num_resident, case.workload, requests, case.defaults.chunked_prefill_size),
+            *(case.stream(division), division.slots),
         )
 
     offloads = division.num_resident < case.model.num_experts or case.offloads_drafts
@@ -200,8 +197,4 @@ def _speed(case: Case, division: Division, requests: int, name: str, hit_rate: f
 
 
 def _hiding_chunk(case: Case, division: Division, machine: Machine) -> int:
-    rows = division.num_resident + division.slots
-    return hiding_chunk(
-        *(rows, case.model.num_experts, case.model.top_k, list(case.costs), machine, case.parallel, case.assumed),
-        case.stream(division),
-    )
+    return case.speed_model(machine).hiding_chunk(division.num_resident + division.slots, case.stream(division))

@@ -29,6 +29,7 @@ experts, plus the bytes of all active experts over the rate that a CPU engine re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import expm1, lgamma
 from typing import NamedTuple
@@ -52,79 +53,6 @@ def distinct(num_experts: int, choices: float, tokens: float, skew: float = 0.0)
     often, seldom = 1 / skew, (1 / mean - 1) / skew
     unused = lgamma(seldom + tokens) - lgamma(seldom) + lgamma(often + seldom) - lgamma(often + seldom + tokens)
     return num_experts * -expm1(unused)
-
-
-def predict(
-    routing: str,
-    hit_rate: float,
-    num_resident: int,
-    num_experts: int,
-    top_k: int,
-    stages: list[StageCost],
-    machine: Machine,
-    workload: Workload,
-    parallel: Parallel,
-    requests: int,
-    chunk: int,
-    assumed: Assumptions,
-    stream: Stream = IN_PLACE,
-    slots: int = 0,
-) -> Speed:
-    """The speed with ``num_resident`` experts of each layer in VRAM, and ``slots``, that serve the share ``hit_rate`` of all
-    uses when decoding."""
-    rows = num_resident + slots
-    # Each row serves at most one of a token's choices.
-    hit_rate = min(hit_rate, rows / top_k, 1.0)
-    if num_resident == num_experts:
-        hit_rate = 1.0
-    model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
-    drafts = workload.draft_tokens - 1 if workload.speculative else 0
-    batch = _Batch(-(-requests // parallel.replicas), -(-requests // parallel.dp), drafts)
-    yielded = assumed.accepted_tokens if workload.speculative else 1
-    decode = model.decode_step(rows, hit_rate, batch, fills=slots > 0)
-    resident = replace(model, stages=[replace(stage, draft_residents=None, draft_hit_rate=1.0) for stage in stages])
-    resident_decode = resident.decode_step(num_experts, 1.0, batch)
-    chunk_tokens = min(chunk, workload.prompt_tokens)
-    chunks = -(-workload.prompt_tokens // chunk_tokens)
-    prompt = _Batch(chunk_tokens, 0, 0)
-    streamed = bool(stream.buffers) and num_resident < num_experts and chunk_tokens >= stream.tokens
-    if streamed:
-        prefill = model.streamed_chunk(rows, prompt, stream.buffers)
-    else:
-        served = rows / num_experts if slots else hit_rate
-        prefill = model.prefill_chunk(rows, served, prompt)
-    resident_prefill = model.prefill_chunk(num_experts, 1.0, prompt)
-    return Speed(
-        routing=routing,
-        hit_rate=hit_rate,
-        requests=requests,
-        missed_bytes=decode.missed_bytes,
-        decode_step_s=decode.seconds,
-        decode_tokens_s=requests * yielded / decode.seconds,
-        resident_step_s=resident_decode.seconds,
-        prefill_chunk_s=prefill,
-        prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
-        resident_prefill_tokens_s=workload.prompt_tokens / (chunks * resident_prefill),
-        streamed=streamed,
-        cpu_engine_step_s=model.cpu_engine_step(batch),
-    )
-
-
-def hiding_chunk(
-    rows: int,
-    num_experts: int,
-    top_k: int,
-    stages: list[StageCost],
-    machine: Machine,
-    parallel: Parallel,
-    assumed: Assumptions,
-    stream: Stream,
-) -> int:
-    """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows`` residents
-    and slots of each layer; 0 if there is none."""
-    model = _Model(num_experts, top_k, stages, machine, parallel, assumed)
-    chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
-    return next((tokens for tokens in chunks if model.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)
 
 
 @dataclass(frozen=True)
@@ -164,13 +92,65 @@ class _LayerCopy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Model:
+class SpeedModel:
+    """A model on the ranks of a machine."""
+
     num_experts: int
     top_k: int
-    stages: list[StageCost]
+    stages: Sequence[StageCost]
     machine: Machine
     parallel: Parallel
     assumed: Assumptions
+
+    def predict(
+        self,
+        routing: str,
+        hit_rate: float,
+        num_resident: int,
+        workload: Workload,
+        requests: int,
+        chunk: int,
+        stream: Stream = IN_PLACE,
+        slots: int = 0,
+    ) -> Speed:
+        """With ``num_resident`` experts of each layer in VRAM, and ``slots``, that serve the share ``hit_rate`` of all uses
+        when decoding."""
+        rows = num_resident + slots
+        # Each row serves at most one of a token's choices.
+        hit_rate = 1.0 if num_resident == self.num_experts else min(hit_rate, rows / self.top_k, 1.0)
+        drafts = workload.draft_tokens - 1 if workload.speculative else 0
+        batch = _Batch(-(-requests // self.parallel.replicas), -(-requests // self.parallel.dp), drafts)
+        yielded = self.assumed.accepted_tokens if workload.speculative else 1
+        decode = self.decode_step(rows, hit_rate, batch, fills=slots > 0)
+        resident = replace(self, stages=[replace(stage, draft_residents=None, draft_hit_rate=1.0) for stage in self.stages])
+        chunk_tokens = min(chunk, workload.prompt_tokens)
+        chunks = -(-workload.prompt_tokens // chunk_tokens)
+        prompt = _Batch(chunk_tokens, 0, 0)
+        streamed = bool(stream.buffers) and num_resident < self.num_experts and chunk_tokens >= stream.tokens
+        if streamed:
+            prefill = self.streamed_chunk(rows, prompt, stream.buffers)
+        else:
+            prefill = self.prefill_chunk(rows, rows / self.num_experts if slots else hit_rate, prompt)
+        return Speed(
+            routing=routing,
+            hit_rate=hit_rate,
+            requests=requests,
+            missed_bytes=decode.missed_bytes,
+            decode_step_s=decode.seconds,
+            decode_tokens_s=requests * yielded / decode.seconds,
+            resident_step_s=resident.decode_step(self.num_experts, 1.0, batch).seconds,
+            prefill_chunk_s=prefill,
+            prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
+            resident_prefill_tokens_s=workload.prompt_tokens / (chunks * self.prefill_chunk(self.num_experts, 1.0, prompt)),
+            streamed=streamed,
+            cpu_engine_step_s=self.cpu_engine_step(batch),
+        )
+
+    def hiding_chunk(self, rows: int, stream: Stream) -> int:
+        """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows``
+        residents and slots of each layer; 0 if there is none."""
+        chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
+        return next((tokens for tokens in chunks if self.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)
 
     def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
         """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""

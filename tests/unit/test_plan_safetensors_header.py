@@ -74,6 +74,11 @@ def test_a_broken_header_is_refused_with_the_file_and_the_reason(tmp_path, kind)
     assert str(file) in str(raised.value)
 
 
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read .*No such file"):
+        read_header(tmp_path / "model.safetensors")
+
+
 # Folders
 
 

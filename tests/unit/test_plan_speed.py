@@ -13,7 +13,7 @@ from builders.plans import case, model, planned
 from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Workload
 from sglang_uvm_offload.plan.machine import preset
 from sglang_uvm_offload.plan.outcome import Speed
-from sglang_uvm_offload.plan.speed import distinct, hiding_chunk, predict
+from sglang_uvm_offload.plan.speed import SpeedModel, distinct
 from sglang_uvm_offload.plan.stage_cost import IN_PLACE, StageCost, Stream
 
 EXPERT = 10**7
@@ -38,8 +38,8 @@ def speed(
     **work: Any,
 ) -> Speed:
     where = replace(preset("1xH200"), **(machine or {}))
-    rest = (where, Workload(4096, **work), parallel or Parallel(), requests, chunk, assumed, stream)
-    return predict("test", hit_rate, resident, 64, 4, [stage], *rest, slots=slots)
+    of = SpeedModel(64, 4, [stage], where, parallel or Parallel(), assumed)
+    return of.predict("test", hit_rate, resident, Workload(4096, **work), requests, chunk, stream, slots)
 
 
 # Distinct experts
@@ -223,7 +223,7 @@ def streamed(stage: StageCost, stream: Stream = TWO, **changes: Any) -> float:
 
 
 def hiding(stage: StageCost, stream: Stream = TWO, resident: int = 32) -> int:
-    return hiding_chunk(resident, 64, 4, [stage], preset("1xH200"), Parallel(), ASSUMED, stream)
+    return SpeedModel(64, 4, [stage], preset("1xH200"), Parallel(), ASSUMED).hiding_chunk(resident, stream)
 
 
 def test_a_streamed_chunk_copies_each_offloaded_expert_once_beside_computing():
