@@ -178,7 +178,7 @@ def _selection_problems(read: Mapping[str, Any], values: Mapping[str, Any]) -> I
         yield f"{by_ids} {values['resident_ids']!r}: only {chosen} manual or {flag_name('adapt')} continuous reads it"
     if isinstance(ids, ResidentIds) and isinstance(number, int):
         yield from ids.number_problems(number)
-    if selection in ("first_n", "manual") and profile is not None and read["save_profile"] is None:
+    if selection in ("first_n", "manual") and isinstance(profile, tuple) and read["save_profile"] is None:
         yield f"{by_profile} {values['profile']!r}: only {chosen} frequency reads it, and nothing is saved"
 
 
