@@ -245,6 +245,10 @@ def _no_room(asked: Asked, ranks: Sequence[RankBudget], slots: int, buffers: int
     if room <= rank.least_cache:
         return f"{text}; use more or larger GPUs"
     tokens = min(_tokens(asked, each, slots, buffers) for each in ranks)
+    if tokens < 1:
+        return (
+            f"{text}; {size(rank.cache_of_requests)} of it is for requests of any length: give a smaller --max-running-requests"
+        )
     return f"{text}; give --max-total-tokens {tokens} or fewer, fewer requests, or a shorter --context-length"
 
 

@@ -17,7 +17,7 @@ from architectures.tiny import EXPERTS, TINY, USUAL, text_config, tiny_config
 from builders.configs import served_config
 from sglang.srt.distributed.bootstrap import init_parallel_runtime
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.utils import initialize_moe_config, resolve_shared_experts_config
+from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.platforms import current_platform
@@ -31,6 +31,7 @@ from sglang_uvm_offload.cpu.memory import EmulatedMemory
 from sglang_uvm_offload.plan.moe_shape import stated_experts, stated_top_k
 from sglang_uvm_offload.plugin.meta.tensors import counted_layer
 from sglang_uvm_offload.plugin.rank.fused_moe import LayerHooks
+from sglang_uvm_offload.plugin.since import VERSION
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.placement import InitialPlacement
@@ -141,9 +142,17 @@ def build_without_plugin(architecture: str) -> None:
 def construct(architecture: str, config: PretrainedConfig) -> torch.nn.Module:
     """As SGLang's loader does, from a checkpoint without other files."""
     model = ModelRegistry.models[architecture]
-    shared = resolve_shared_experts_config(model, config, None)
-    with tempfile.TemporaryDirectory() as folder, get_model().override(model_path=folder, shared_experts=shared):
+    overrides = _shared_experts(model, config)
+    with tempfile.TemporaryDirectory() as folder, get_model().override(model_path=folder, **overrides):
         return model(config=config, quant_config=None)
+
+
+def _shared_experts(model: type, config: PretrainedConfig) -> dict[str, Any]:
+    if VERSION < (0, 5, 23):  # a model decides by itself
+        return {}
+    from sglang.srt.layers.moe.utils import resolve_shared_experts_config
+
+    return {"shared_experts": resolve_shared_experts_config(model, config, None)}
 
 
 def described(layer: Any) -> dict[str, Any]:

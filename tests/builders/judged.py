@@ -94,7 +94,7 @@ def verdict(said: str) -> str:
     """One line of what ``doctor`` said: its problems, or the residents that it estimates."""
     if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
         return f"refused: {'; '.join(problems)}"
-    if short := re.findall(r"WARNING +--expert-offload-num-resident \S+: estimated: (?!remedy: )(.+)", said):
+    if short := re.findall(r"WARNING +(?:--expert-offload-num-resident \S+: )?estimated: (?!remedy: )(.+)", said):
         return f"estimated not to fit: {'; '.join(short)}"
     residents = re.findall(r"estimated: (\d+ of \d+ experts a layer)", said)
     return f"served: {residents[0]} resident"

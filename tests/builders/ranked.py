@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.weight_utils import get_quant_config
-from sglang.srt.runtime_context import ParallelContext, RuntimeContext, use_context
+from sglang.srt import runtime_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_uvm_offload.plugin.compat import resolving_view
@@ -25,10 +25,10 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 @contextlib.contextmanager
 def as_a_rank(server_args: Any) -> Iterator[None]:
     """In this block, SGLang's settings are those that a rank has with ``server_args``, except for groups and devices."""
-    context = RuntimeContext(parallel=ParallelContext())
+    context = runtime_context.RuntimeContext(parallel=runtime_context.ParallelContext())
     with mock.patch.dict(os.environ, server_args._environment):
         context.set_server_args(server_args)
-        with use_context(context):
+        with runtime_context.use_context(context):
             context.parallel.override_permanently(attn_dcp_rank=0)
             yield
 

@@ -27,6 +27,7 @@ UNKNOWN = ("stepfun-ai--Step-3.7-Flash", "stepfun-ai--Step-3.7-Flash-FP8")
 MODELS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir() and folder.name not in UNKNOWN)
 SAMPLE = ("DeepSeek-V3", "GLM-5.2-FP8", "Kimi-K3", "Llama-4-Scout", "Qwen3.5-35B", "gemma-4-26B", "gpt-oss-20b")
 """Of each kind of cache one; the others at night."""
+pytestmark = pytest.mark.since("0.5.22", "it keeps a rank's settings in no contexts")
 
 
 @pytest.fixture(scope="module", autouse=True)

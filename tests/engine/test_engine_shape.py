@@ -35,8 +35,10 @@ SAMPLE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is recorded, or kept by earlier tests."""
+    """Nothing is recorded, or kept by earlier tests. SGLang has resolved a launch in this process, for a model and a GPU with
+    which it shares images by CUDA."""
     with asking_sglang(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_USE_CUDA_IPC_TRANSPORT", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

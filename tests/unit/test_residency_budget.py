@@ -95,6 +95,12 @@ def test_without_room_for_any_the_remedy_is_a_smaller_cache():
     assert "with no expert resident GPU 0 (rank 0) needs 4.00 GiB of KV cache for 32768 tokens (for 1 request)" in problem
     assert "and 3.00 GiB are left of what --mem-fraction-static and --expert-offload-headroom-gb allow" in problem
     assert "give --max-total-tokens 24576 or fewer" in problem
+
+
+def test_states_of_requests_that_do_not_fit_ask_for_fewer_requests():
+    problem = refusal(asked(), rank(-2 * GIB, cache_of_requests=3 * GIB))
+    assert "3.00 GiB of it is for requests of any length: give a smaller --max-running-requests" in problem
+    assert "--max-total-tokens" not in problem
     assert "use more or larger GPUs" in refusal(asked(), rank(-4 * GIB))
 
 

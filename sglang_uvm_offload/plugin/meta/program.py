@@ -56,10 +56,13 @@ def _limit_memory() -> None:
 
 
 def _prepare_environment() -> None:
-    """Call this before SGLang is imported: hides GPUs and the network, and defers the import of model files."""
+    """Call this before SGLang is imported: hides GPUs, the network and SGLang's settings, of which it makes some itself for a
+    launch's GPUs, and defers the import of model files. The shape is kept whatever the environment."""
     spec = find_spec("sglang")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     models = [file.stem for folder in folders for file in Path(folder, "srt", "models").glob("*.py")]
+    for name in [name for name in os.environ if name.startswith("SGLANG_")]:
+        del os.environ[name]
     os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", SGLANG_DISABLED_MODEL_ARCHS=",".join(models))
 
 

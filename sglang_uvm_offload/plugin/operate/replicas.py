@@ -1,4 +1,5 @@
-"""Hook on SGLang's data-parallel controller, of whose schedulers' reports only some words reach ``/server_info``."""
+"""Hook on SGLang's data-parallel controller, of whose schedulers' reports only some words reach ``/server_info``. Before 0.5.23
+it keeps none of them."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.flags import PREFIX
+from sglang_uvm_offload.plugin.since import VERSION
 
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController"
 
 
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    add(f"{_CONTROLLER}.get_init_info", after_init_info, HookType.AFTER)
+    if VERSION >= (0, 5, 23):
+        add(f"{_CONTROLLER}.get_init_info", after_init_info, HookType.AFTER)
 
 
 def after_init_info(result: dict[str, Any], controller: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
