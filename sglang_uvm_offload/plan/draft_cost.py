@@ -3,10 +3,12 @@ and reads those that are offloaded over the link, also for the tokens that are t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from sglang_uvm_offload.plan.case import Case
-from sglang_uvm_offload.plan.outcome import Speed
+from sglang_uvm_offload.plan.outcome import DraftSpeed, Speed
 from sglang_uvm_offload.residency.budget import Division
 
 
@@ -14,7 +16,8 @@ def draft_note(case: Case, division: Division) -> str:
     """One line if drafts are predicted to slow decoding, for one request or for all; else empty. Where the machine's rates are
     unknown (0), if they are predicted to read more over the link for each token."""
     for requests in sorted({1, case.workload.requests}):
-        if reason := _worse(case, *(_decoding(case, division, requests, drafting) for drafting in (True, False))):
+        drafting, plain = (_decoding(case, division, requests, drafts) for drafts in (case.workload.draft_tokens - 1, 0))
+        if reason := _worse(case, drafting, plain):
             return reason
     return ""
 
@@ -35,16 +38,52 @@ def _worse(case: Case, drafting: Speed, plain: Speed) -> str:
     )
 
 
+def draft_speeds(case: Case, division: Division, hit_rate: float | None = None) -> tuple[DraftSpeed, ...]:
+    """Decoding with each number of draft tokens from none to the workload's, for one request and for all. The machine's rates
+    must be known. ``hit_rate``: default: the lowest measured one."""
+    found = []
+    for requests in sorted({1, case.workload.requests}):
+        for drafts in range(case.workload.draft_tokens):
+            speed = _decoding(case, division, requests, drafts, hit_rate)
+            found.append(DraftSpeed(requests, drafts, speed.decode_tokens_s))
+    return tuple(found)
+
+
+def fastest_drafts(speeds: Sequence[DraftSpeed]) -> list[str]:
+    """A line for each number of requests, with the number of draft tokens that is fastest."""
+    lines = []
+    for requests, group in groupby(speeds, key=lambda speed: speed.requests):
+        each = list(group)
+        best = max(each, key=lambda speed: speed.decode_tokens_s)
+        rates = ", ".join(f"{speed.drafts}: {speed.decode_tokens_s:.1f}" for speed in each)
+        lines.append(
+            f"draft tokens with {requests} request{'s' if requests > 1 else ''}: fastest with {best.drafts} a step, given: "
+            f"{each[-1].drafts} (predicted tok/s by their number: {rates})"
+        )
+    return lines
+
+
 def _accepted(case: Case) -> float:
     return min(case.assumed.accepted_tokens, case.workload.draft_tokens)
 
 
-def _decoding(case: Case, division: Division, requests: int, drafting: bool) -> Speed:
-    workload = replace(case.workload, speculative=drafting)
-    of = case if drafting else replace(case, workload=workload)
-    of = replace(of, assumed=replace(case.assumed, accepted_tokens=_accepted(case)))
+def _kept(case: Case, drafts: int) -> float:
+    """Tokens that a step keeps of a request: as many as are assumed with the workload's number of draft tokens, each of which
+    is taken to be kept as often as the one before it."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        share = (low + high) / 2
+        enough = sum(share**position for position in range(case.workload.draft_tokens)) >= _accepted(case)
+        low, high = (low, share) if enough else (share, high)
+    return sum(high**position for position in range(drafts + 1))
+
+
+def _decoding(case: Case, division: Division, requests: int, drafts: int, hit_rate: float | None = None) -> Speed:
+    workload = replace(case.workload, speculative=drafts > 0, draft_tokens=drafts + 1)
+    of = case if drafts else replace(case, workload=replace(workload, other_drafts=False))
+    of = replace(of, assumed=replace(case.assumed, accepted_tokens=_kept(case, drafts)))
     known = case.machine.link_gbps > 0
     machine = case.machine if known else replace(case.machine, link_gbps=1, hbm_gbps=1, tflops=1)
-    hit_rate = case.measured_hit_rates(division, requests).lowest.rate
+    share = case.measured_hit_rates(division, requests).lowest.rate if hit_rate is None else hit_rate
     chunk = case.defaults.chunked_prefill_size
-    return of.speed_model(machine).predict("", hit_rate, division.num_resident, workload, requests, chunk, slots=division.slots)
+    return of.speed_model(machine).predict("", share, division.num_resident, workload, requests, chunk, slots=division.slots)

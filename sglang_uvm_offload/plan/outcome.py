@@ -108,6 +108,15 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class DraftSpeed:
+    """Predicted decoding with so many draft tokens a step."""
+
+    requests: int
+    drafts: int
+    decode_tokens_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
 
@@ -160,6 +169,8 @@ class Plan:
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    draft_speeds: tuple[DraftSpeed, ...] = ()
+    """With drafts: for each number of draft tokens from none to the workload's."""
     draft_note: str = ""
     """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()

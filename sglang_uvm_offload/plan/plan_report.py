@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plan.draft_cost import fastest_drafts
 from sglang_uvm_offload.plan.outcome import Plan, RankMemory, Speed
 from sglang_uvm_offload.plan.rates import GIGA, read_rate
 from sglang_uvm_offload.plan.routing_curves import source_of
@@ -31,7 +32,7 @@ def render(plan: Plan) -> str:
     parts = [_setup(plan), _outcome(plan), "\n".join(f"note: {note}" for note in plan.notes)]
     parts.append(_memory(plan) if plan.ranks else "")
     if plan.speeds:
-        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *_streaming(plan)]))
+        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *fastest_drafts(plan.draft_speeds), *_streaming(plan)]))
     if plan.flags:
         parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
     if plan.speeds:

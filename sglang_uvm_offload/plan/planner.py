@@ -12,7 +12,7 @@ from typing import Any
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, config_flag, flag_name
 from sglang_uvm_offload.plan.case import Case
-from sglang_uvm_offload.plan.draft_cost import draft_note
+from sglang_uvm_offload.plan.draft_cost import draft_note, draft_speeds
 from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_flags, table_note
 from sglang_uvm_offload.plan.machine import Machine
 from sglang_uvm_offload.plan.outcome import Plan, Speed
@@ -96,6 +96,7 @@ def plan(case: Case, hit_rate: float | None = None) -> Plan:
         served = dataclasses.replace(
             served,
             speeds=_speeds(case, division, hit_rate),
+            draft_speeds=draft_speeds(case, division, hit_rate) if case.workload.drafts else (),
             hiding_chunk=_hiding_chunk(case, division, machine),
             slowest_hiding_chunk=_hiding_chunk(case, division, machine.slowest or machine),
         )

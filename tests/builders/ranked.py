@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from sglang.srt import runtime_context
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.weight_utils import get_quant_config
-from sglang.srt import runtime_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_uvm_offload.plugin.compat import resolving_view

@@ -10,6 +10,7 @@ import pytest
 from builders.plans import case, machine, planned
 
 from sglang_uvm_offload.plan.draft_cost import draft_note
+from sglang_uvm_offload.plan.plan_report import render
 from sglang_uvm_offload.plan.routing_curves import hit_rates
 from sglang_uvm_offload.residency.budget import Division
 from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS
@@ -53,6 +54,26 @@ def test_a_plan_notes_the_cost_of_drafts_of_the_checkpoint_or_others(source):
     assert "drafts are predicted" in drafting.draft_note
     assert drafting.draft_note in drafting.notes
     assert not plain.draft_note
+
+
+def test_a_plan_says_which_number_of_draft_tokens_is_fastest():
+    """With few residents a further token reads more than it brings."""
+    best = {}
+    for residents, fraction in ((40, 0.3), (256, 0.95)):
+        given = {"mem_fraction_static": fraction, "num_resident": residents}
+        found = planned(given=given, requests=2, speculative=True)
+        assert [(speed.requests, speed.drafts) for speed in found.draft_speeds] == [(r, d) for r in (1, 2) for d in range(4)]
+        best[residents] = max(found.draft_speeds[:4], key=lambda speed: speed.decode_tokens_s).drafts
+        line = f"draft tokens with 1 request: fastest with {best[residents]} a step, given: 3 (predicted tok/s by"
+        assert line in render(found)
+    assert best[40] < 3 == best[256]
+    assert planned(requests=1).draft_speeds == ()
+
+
+def test_the_number_given_is_predicted_as_the_plan_predicts_it():
+    given = {"mem_fraction_static": 0.3, "num_resident": 40}
+    found = planned(given=given, requests=1, speculative=True, hit_rate=0.6)
+    assert found.draft_speeds[-1].decode_tokens_s == pytest.approx(found.speeds[0].decode_tokens_s)
 
 
 @pytest.mark.sglang

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from cpu_shims.hooks import OnCpu, around
 
-KERNELS = "sglang.kernels.ops.embeddings.ngram_embedding"
+_NEWEST = "sglang.kernels.ops.embeddings.ngram_embedding"
+KERNELS = _NEWEST if find_spec(_NEWEST) else "sglang.kernels.ops.speculative.ngram_embedding"
+"""The second before SGLang 0.5.23."""
 
 
 def install() -> None:
