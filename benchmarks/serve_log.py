@@ -18,10 +18,14 @@ _LOADED = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 _ECHO = re.compile(r"scheduler died|exit ?code|Received sigquit|resource_tracker", re.IGNORECASE)
 
 
+def loads(log: str) -> list[float]:
+    """How long ranks built and loaded their models, in seconds by SGLang's account, in the order of their lines."""
+    return [float(seconds) for seconds in _LOADED.findall(log)]
+
+
 def load_seconds(log: str) -> float | None:
-    """How long the first rank built and loaded its model, by SGLang's account; None where none says so."""
-    found = _LOADED.search(log)
-    return float(found[1]) if found else None
+    """Of the first rank that says so; None where none does."""
+    return next(iter(loads(log)), None)
 
 
 def last_meaningful_line(log: str) -> str:
