@@ -96,5 +96,5 @@ def verdict(said: str) -> str:
         return f"refused: {'; '.join(problems)}"
     if short := re.findall(r"WARNING +(?:--expert-offload-num-resident \S+: )?estimated: (?!remedy: )(.+)", said):
         return f"estimated not to fit: {'; '.join(short)}"
-    residents = re.findall(r"estimated: (\d+ of \d+ experts a layer)", said)
-    return f"served: {residents[0]} resident"
+    ((residents, slots),) = re.findall(r"estimated: (\d+ of \d+ experts a layer)(?: and (\d+) slots)? in VRAM", said)
+    return f"served: {residents} resident" + (f", {slots} slots" if slots else "")
