@@ -1,19 +1,24 @@
 """The config.json of a model on the Hugging Face Hub.
 
-``huggingface_hub``, which SGLang brings, downloads it, and keeps it in its cache.
+``huggingface_hub``, which SGLang brings, downloads it (in ``hub_program``, which is ended if it takes too long), and keeps it
+in its cache.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from sglang_uvm_offload.plan.engine_shape import BESIDE
-from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_json
+from sglang_uvm_offload.files import child
+from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
-LONGEST_REASON = 200
+PROGRAM = "sglang_uvm_offload.plan.hub_program"
+SECONDS = 60
+"""How long the Hub may take to send a small file or two."""
 
 
 class Unseen(CheckpointError):
@@ -43,51 +48,20 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-@cache  # doctor asks several times, and a network that is gone takes long to say so
+@cache  # a launch asks several times, and a network that is gone takes long to say so
 def _answer(name: str, revision: str | None) -> Path | Unseen:
+    from huggingface_hub import constants
+
     try:
-        return _downloaded(name, revision)
-    except Unseen as unseen:
-        return unseen
-
-
-def _downloaded(name: str, revision: str | None) -> Path:
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
+        folder = os.path.abspath(constants.HF_HUB_CACHE)
+        ended = child.run_module(PROGRAM, name, revision or "", folder, seconds=SECONDS)
+    except subprocess.TimeoutExpired:
+        return unread(name, f"it was not sent within {SECONDS} seconds")
     try:
-        found = Path(hf_hub_download(name, "config.json", revision=revision))
-    except Exception as error:  # HTTP, offline mode, a gated model, the cache's disk: the same step helps
-        raise Unseen(
-            f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({_reason(error)}); "
-            f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
-        ) from error
-    try:
-        hf_hub_download(name, BESIDE, revision=revision)
-    except Exception as error:  # as above
-        absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
-        absent = absent or try_to_load_from_cache(name, BESIDE, revision=revision) is _CACHED_NO_EXIST
-        if not absent and not _states_quantization(read_json(found)):
-            raise Unseen(
-                f"{name}: its config.json states no quantisation, and whether it has a {BESIDE}, which would, cannot be read "
-                f"from the Hugging Face Hub ({_reason(error)}); run hf download {name} --include '*.json' --local-dir DIR "
-                "where that works, and give DIR/config.json"
-            ) from error
-    return found
-
-
-def _states_quantization(config: dict[str, Any]) -> bool:
-    """In one of SGLang's places (``resolve_checkpoint_quant_spec``)."""
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, dict) else {}]
-    return any(part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
-
-
-def _reason(error: Exception) -> str:
-    """The first sentence of what went wrong."""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).partition('. ')[0]}"[:LONGEST_REASON]
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return unread(name, (ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()[-1])
+    return Unseen(answer["unseen"]) if "unseen" in answer else Path(answer["config"])
 
 
 def config_file(name: str, revision: str | None = None) -> Path:
@@ -96,3 +70,11 @@ def config_file(name: str, revision: str | None = None) -> Path:
     if isinstance(answer, Unseen):
         raise answer
     return answer
+
+
+def unread(name: str, reason: str) -> Unseen:
+    """With what to do instead."""
+    return Unseen(
+        f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({reason}); "
+        f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"
+    )

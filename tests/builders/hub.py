@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ class Hub:
     url: str = ""
     fetched: list[tuple[str, int]] = field(default_factory=list)
     """Each file that was asked for, and how many bytes of it were sent."""
+    dripping: str = ""
+    """A file that is sent a byte at a time, without end."""
 
     def env(self, home: Path) -> dict[str, str]:
         """Of a process that takes this for the Hub, with a cache of its own."""
@@ -117,7 +121,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             opened.seek(first)
             body = opened.read(last + 1 - first)
         self.of.fetched.append((file, len(body)))
+        if file == self.of.dripping:
+            return self._drip()
         return self._answer(status, body, headers)
+
+    def _drip(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(1 << 20))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client is ended
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(0.05)
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str], length: int | None = None) -> None:
         self.send_response(status)

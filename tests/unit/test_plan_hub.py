@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from builders.hub import Hub, cached, serving
+from builders.hub import COMMIT, Hub, cached, serving
 from builders.true_shape import checkpoint, config_folder
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.plan import hub
-from sglang_uvm_offload.plan.architectures import model_files
 from sglang_uvm_offload.plan.engine_shape import shape_of
+from sglang_uvm_offload.plan.safetensors_header import MAX_JSON_BYTES
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 MODEL, NVFP4 = "Qwen/Qwen3-30B-A3B", "nvidia/Qwen3-235B-A22B-NVFP4"
@@ -73,11 +73,17 @@ def test_the_config_alone_is_fetched(name, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_downloaded_is_read_and_not_asked_for(server, tmp_path):
-    cached(tmp_path / "hub", "maker/mine", checkpoint(MODEL, tmp_path / "model"))
+@pytest.mark.parametrize("weights", [True, False])
+def test_what_is_downloaded_is_read_and_not_asked_for(weights, server, tmp_path):
+    """Whole, or offline."""
+    folder = checkpoint(MODEL, tmp_path / "model") if weights else config_folder(MODEL)
+    cached(tmp_path / "hub", "maker/mine", folder)
     before = len(server.fetched)
-    ended = planned("maker/mine", server.env(tmp_path))
-    assert json.loads(ended.stdout)["weights_bytes"] == shape_of(config_folder(MODEL)).total_bytes
+    ended = planned("maker/mine", server.env(tmp_path) | ({} if weights else {"HF_HUB_OFFLINE": "1"}))
+    if weights:
+        assert json.loads(ended.stdout)["weights_bytes"] == shape_of(config_folder(MODEL)).total_bytes
+    else:
+        assert "whether it has a hf_quant_config.json" in ended.stderr
     assert len(server.fetched) == before
 
 
@@ -129,6 +135,35 @@ def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, 
     assert "give DIR/config.json" in line
 
 
+def test_a_config_without_end_is_not_downloaded(tmp_path):
+    (tmp_path / "endless").mkdir()
+    with open(tmp_path / "endless" / "config.json", "wb") as file:
+        file.write((config_folder(MODEL) / "config.json").read_bytes())
+        file.write(b" " * (MAX_JSON_BYTES + 1 - file.tell()))
+    with serving({"maker/endless": tmp_path / "endless"}) as other:
+        ended = planned("maker/endless", other.env(tmp_path / "home"))
+    assert ended.returncode == 2
+    assert "its config.json cannot be read from the Hugging Face Hub (it is larger than 64 MiB)" in ended.stderr
+    assert not list((tmp_path / "home").rglob("config.json"))
+
+
+def test_a_hub_that_drips_is_not_awaited_for_ever(models, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "SECONDS", 4)
+    with serving(models) as other:
+        other.dripping = "config.json"
+        for name, value in other.env(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(hub.Unseen, match="it was not sent within 4 seconds"):
+            hub.config_file(MODEL, revision=COMMIT)
+
+
+def test_a_hub_program_that_ends_adds_its_reason(monkeypatch):
+    monkeypatch.setattr(hub, "PROGRAM", "no.such.program")
+    with pytest.raises(hub.Unseen, match=r"maker/ended: there is no such path, and .*No module named 'no'.*; run hf download"):
+        hub.config_file("maker/ended")
+
+
 @pytest.mark.slow
 def test_a_path_that_exists_wins(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -137,12 +172,6 @@ def test_a_path_that_exists_wins(monkeypatch, tmp_path, capsys):
     assert main(["plan", "zai-org/GLM-4.5-Air", "--machine", "4x4090"]) == 0
 
 
-@pytest.mark.parametrize("name", ["config.json", "/a/b", "../a", "a/b/c", "-a/b", "https://hf.co/a"])
+@pytest.mark.parametrize("name", ["config.json", "/a/b", "../a", "./a", "a/b/c", "a/", "-a/b", "a b/c", "https://hf.co/a"])
 def test_what_can_be_no_id_is_a_path(name, capsys):
     assert not hub.is_id(name)
-
-
-@pytest.mark.sglang
-def test_the_architectures_of_known_models_are_found():
-    named = [shape_of(path).architectures for path in MODELS.glob("*.json")]
-    assert {name for each in named for name in each} <= model_files().keys()
