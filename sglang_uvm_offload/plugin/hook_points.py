@@ -303,4 +303,5 @@ def _mentioned(owner: Any) -> set[str]:
 
 
 def _functions(base: type) -> Iterator[Any]:
-    return (member for member in vars(base).values() if inspect.isfunction(member))
+    """SGLang's own, which a plugin may have wrapped."""
+    return (inspect.unwrap(member) for member in vars(base).values() if inspect.isfunction(member))

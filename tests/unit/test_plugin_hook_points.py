@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import logging
 import sys
@@ -154,6 +155,18 @@ def knows_another_name(*, multimodal: bool, mm_feature_transport: str) -> None: 
 def test_a_function_that_is_called_must_take_what_it_is_given(target, function, monkeypatch):
     monkeypatch.setattr(target, function)
     assert [problem.partition("(")[0] for problem in hook_points.moved()] == [target]
+
+
+class Layer:
+    def __init__(self):
+        self.rows = 1
+
+
+def test_what_a_function_sets_is_seen_through_another_plugins_hook(monkeypatch):
+    original = Layer.__init__
+    monkeypatch.setattr(Layer, "__init__", functools.wraps(original)(lambda layer: original(layer)))
+    monkeypatch.setattr(hook_points, "ATTRIBUTES", {f"{__name__}.Layer": "rows columns"})
+    assert hook_points.moved() == [f"{__name__}.Layer.columns does not exist"]
 
 
 def test_an_older_version_may_lack_what_is_done_without(monkeypatch):
