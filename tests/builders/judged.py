@@ -94,7 +94,10 @@ def verdict(said: str) -> str:
     """One line of what ``doctor`` said: its problems, or the residents that it estimates."""
     if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
         return f"refused: {'; '.join(problems)}"
-    if short := re.findall(r"WARNING +(?:--expert-offload-num-resident \S+: )?estimated: (?!remedy: )(.+)", said):
-        return f"estimated not to fit: {'; '.join(short)}"
-    ((residents, slots),) = re.findall(r"estimated: (\d+ of \d+ experts a layer)(?: and (\d+) slots)? in VRAM", said)
-    return f"served: {residents} resident" + (f", {slots} slots" if slots else "")
+    if ends := re.findall(r"WARNING +(--moe-runner-backend .+ the start ends .+)", said):
+        return f"doubtful: {ends[0]}"
+    short = re.findall(r"WARNING +(?:--expert-offload-num-resident \S+: )?estimated: (?!remedy: )(.+)", said)
+    if found := re.search(r"estimated: (\d+ of \d+ experts a layer)(?: and (\d+) slots)? in VRAM", said):
+        slots = f", {found[2]} slots" if found[2] else ""
+        return "; ".join([f"served: {found[1]} resident{slots}", *short])
+    return f"estimated not to fit: {'; '.join(short)}"

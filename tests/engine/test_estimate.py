@@ -93,14 +93,17 @@ def test_offloaded_bytes_are_those_of_all_ranks_of_this_machine(estimated: Estim
     assert (replicas, stages) == (2 * one, one)
 
 
-def test_where_everything_fits_offloading_is_not_needed_and_a_number_that_does_not_fit_is_doubted(estimated: Estimated) -> None:
+def test_where_everything_fits_offloading_is_not_needed_and_a_number_that_does_not_fit_is_doubted(
+    estimated: Estimated, model: Path
+) -> None:
     found = estimated(room=0.5)
     assert found.facts[0].startswith("estimated: 16 of 16 experts a layer")
     assert any("offloading is not needed" in fact for fact in found.facts)
     found = estimated(num_resident=12)
-    assert found.facts == []
+    assert found.facts == ["estimated: 12 of 16 experts a layer in VRAM; each rank decides by what it measures"]
     demand = f"a KV cache of {TOKENS} tokens (as --max-total-tokens gives them)"
     assert found.doubts == [f"estimated: {N} 12: leaves no room for {demand}; at most 8 residents do"]
+    assert estimated(num_resident=12, room=fraction(model, 8, 0, beside=-(128 << 20))).facts == [], "no rank starts with it"
 
 
 def test_where_no_number_fits_the_estimate_names_what_would_help(estimated: Estimated, model: Path) -> None:

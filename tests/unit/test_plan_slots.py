@@ -9,7 +9,6 @@ import pytest
 from builders.plans import machine, planned
 
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
-from sglang_uvm_offload.plan import planner
 from sglang_uvm_offload.plan.inputs import Parallel
 from sglang_uvm_offload.plan.machine import GIB, preset
 from sglang_uvm_offload.plan.outcome import Plan
@@ -92,13 +91,6 @@ def test_flags_choose_the_runner_that_computes_from_slots_where_sglang_would_cho
         found = planned("gpt-oss-120b", preset("4x4090"), given={"slots": slots})
         assert bool(found.slots) == chosen == ("--moe-runner-backend marlin" in found.flags)
     assert not any("runner" in flag for flag in ask(AUTO).flags)
-
-
-@pytest.mark.sglang
-def test_the_quantisations_that_need_it_are_those_that_slots_know():
-    from sglang_uvm_offload.plugin.slots.runners import AUTO, BY_BLOCKS, MARLIN
-
-    assert {name for name, runners in BY_BLOCKS.items() if runners >= MARLIN and not runners & AUTO} == planner.BY_MARLIN
 
 
 def test_few_residents_beside_slots_are_of_use():

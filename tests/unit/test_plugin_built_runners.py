@@ -180,3 +180,12 @@ def test_doctor_doubts_a_runner_that_routes_most_models_in_its_kernel(fields, to
     assert len(said) == told
     assert not said or (f"the start ends because of {SELECTION} frequency; --moe-runner-backend triton or" in said[0])
     assert "the start ends" not in "".join(built_runners.doubts(parse({"num_resident": 4, **FIRST_N}), cfg, "fp8"))
+
+
+@pytest.mark.parametrize("blackwell", [True, False])
+def test_doctor_doubts_what_sglang_chooses_for_nvfp4_on_blackwell(blackwell):
+    cfg = SimpleNamespace(device="cuda", moe_a2a_backend="none", moe_runner_backend="auto")
+    with override_platform(is_blackwell=blackwell):
+        said = built_runners.doubts(parse({"num_resident": 4}), cfg, "modelopt_fp4")
+        assert built_runners.doubts(parse({"num_resident": 4}), cfg, "fp8") == []
+    assert [each.split()[1] for each in said] == ["flashinfer_trtllm"] * blackwell

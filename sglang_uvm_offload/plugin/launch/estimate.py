@@ -37,11 +37,13 @@ from sglang_uvm_offload.plugin.launch.ranks import (
     ranks,
     rates,
 )
+from sglang_uvm_offload.residency.budget import divide
 from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")
+_DECIDED = "each rank decides by what it measures"
 
 
 class Estimate(NamedTuple):
@@ -61,17 +63,32 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         case = _case(config, cfg, model, server_args, demand)
         # With redundant experts a layer has more places than the planner knows.
         number = None if config.num_resident is None else min(config.num_resident, case.model.num_experts)
-        plan = planned(dataclasses.replace(case, num_resident=number))
+        case = dataclasses.replace(case, num_resident=number)
+        plan = planned(case)
     except (CheckpointError, DriverError, FlagError) as error:
         return Estimate([], [f"{given} is not estimated: {error}"])
     if plan.num_resident is None:
         needs = [f"remedy: {need}" for need in plan.needs]
-        return Estimate([], [f"estimated: {line}" for line in (*plan.problems, *needs)])
+        facts = (
+            [f"estimated: {number} of {plan.num_experts} experts a layer in VRAM; {_DECIDED}"] if _starts(case, plan) else []
+        )
+        return Estimate(facts, [f"estimated: {line}" for line in (*plan.problems, *needs)])
     notes = [note for note in plan.notes if note != plan.draft_note]
     offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
     stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones use stream buffers"
     facts = [_fact(plan, demand), *([stream] if plan.stream_buffers else []), *notes]
     return Estimate(facts, [plan.draft_note] if plan.draft_note else [], offloaded)
+
+
+def _starts(case: Case, plan: Plan) -> bool:
+    """Whether ranks serve with the number that was given, and with less KV cache than was asked for."""
+    if case.num_resident is None or not plan.ranks:
+        return False
+    try:
+        divide(case.asked, case.ranks)
+    except FlagError:
+        return False
+    return True
 
 
 def _fact(plan: Plan, demand: Demand) -> str:
@@ -80,8 +97,8 @@ def _fact(plan: Plan, demand: Demand) -> str:
     return (
         f"estimated: {plan.num_resident} of {plan.num_experts} experts a layer{slots} in VRAM, "
         f"{size(most.resident_bytes + most.slot_bytes)} on a rank, next to {size(most.plain_weights)} of other weights and "
-        f"{size(most.kv_bytes)} of KV cache for {plan.kv_tokens} tokens ({demand}); {size(most.host_bytes)} in host RAM; each "
-        "rank decides by what it measures"
+        f"{size(most.kv_bytes)} of KV cache for {plan.kv_tokens} tokens ({demand}); {size(most.host_bytes)} in host RAM; "
+        f"{_DECIDED}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.runtime_context import get_parallel, get_platform, get_server_args
 
 from sglang_uvm_offload.config import AUTO, RequestedConfig, Settings
 from sglang_uvm_offload.flags import flag_name
@@ -60,9 +60,15 @@ def counting_flags(config: Settings) -> dict[str, str]:
     return needs
 
 
+def chooses_by_layer(cfg: Any, quantization: str | None) -> bool:
+    """Whether SGLang resolves ``auto`` as it builds each layer: to Marlin before Blackwell, to flashinfer_trtllm on it."""
+    return cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
+
+
 def doubts(config: Settings, cfg: Any, quantization: str | None) -> list[str]:
     """What may come of SGLang's resolved arguments ``cfg`` once the model is built."""
-    runner = cfg.moe_runner_backend
+    chosen = chooses_by_layer(cfg, quantization) and get_platform().is_blackwell
+    runner = "flashinfer_trtllm" if chosen else cfg.moe_runner_backend
     if cfg.device != "cuda" or cfg.moe_a2a_backend != "none" or runner not in IN_KERNEL:
         return []
     ends = ", ".join(_needing_ids(config))
