@@ -24,6 +24,8 @@ configuration. `--trust-remote-code` is left out, because the publishers' code i
 of its tensors, a model is launched with `--load-format dummy`, and its bytes are those of SGLang's class. A line is not
 judged where SGLang has no class for the model, or where its draft model is only on the Hub.
 
+What is *estimated not to fit* or *doubtful* is warned of, and decided by the ranks once they have built the model.
+
 How `plan` counts the weights of these models is in
 [a table of its own](../benchmarks/results/architectures/architectures.md).
 
