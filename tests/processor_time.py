@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-CEILINGS = {"unit": 700, "compiled": 750, "engine": 3000}
+CEILINGS = {"unit": 400, "compiled": 600, "engine": 2000}
 """Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``: half as much again as
 they took, or more, because runs differ by more than the loop shows."""
 LOOP_SECONDS = 0.0031
