@@ -160,6 +160,7 @@ ATTRIBUTES = {
     "sglang.srt.eplb.expert_location.ExpertLocationMetadata": "physical_to_logical_map_cpu",
     "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation": "num_layers num_logical_experts",
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
+    "sglang.srt.managers.data_parallel_controller.DataParallelController": "_scheduler_init_infos",
     "sglang.srt.managers.tokenizer_manager.SignalHandler": "tokenizer_manager",
     "sglang.srt.configs.load_config.LoadConfig": "load_format",
     "sglang.srt.configs.model_config.ModelConfig": (

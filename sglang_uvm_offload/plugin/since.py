@@ -15,6 +15,7 @@ SINCE = {
     "sglang.srt.environ.Envs.SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS": (0, 5, 23),
     "sglang.srt.environ.Envs.SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (0, 5, 23),
     "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info": (0, 5, 23),
+    "sglang.srt.managers.data_parallel_controller.DataParallelController._scheduler_init_infos": (0, 5, 23),
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.uses_expert_location": (0, 5, 23),
     "sglang.srt.layers.moe.topk.TopKConfig.runner_backend": (0, 5, 23),
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
