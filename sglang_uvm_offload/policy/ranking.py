@@ -32,8 +32,15 @@ def best(
 ) -> np.ndarray:
     """``bool[extents]``: the candidates of each layer with the largest density that fit its ``capacity`` (int64 ``[layers]``,
     bytes), then smaller ones that still fit. Ties prefer residents, so that equal densities move nothing, and then the lower
-    expert, so that experts are resident as a whole.
+    expert, so that experts are resident as a whole. Raises ``ValueError`` if shapes differ or a density is NaN.
     """
+    if not density.shape == resident.shape == candidate.shape == extents.layer.shape or capacity.shape != extents.shape[:1]:
+        raise ValueError(
+            f"density {density.shape}, resident {resident.shape}, candidate {candidate.shape} and capacity {capacity.shape} "
+            f"do not match {len(extents)} extents of {extents.shape[0]} layers"
+        )
+    if np.isnan(density).any():
+        raise ValueError("a density is not a number")
     order = np.lexsort((extents.first_expert, ~resident, -density, extents.layer))
     order, left = order[candidate[order]], capacity.copy()
     chosen = np.zeros(len(extents), dtype=bool)

@@ -70,6 +70,12 @@ class TestBest:
     def test_no_layer_and_no_expert(self, shape):
         assert best(np.zeros(shape), np.zeros(shape[0], int), none(shape), none(shape)).shape == shape
 
+    def test_refuses_what_does_not_fit_together(self):
+        with pytest.raises(ValueError, match="do not match"):
+            best(np.zeros((2, 4)), np.zeros(3, int), none((2, 4)), none((2, 4)))
+        with pytest.raises(ValueError, match="not a number"):
+            best(np.array([[np.nan, 1.0]]), np.array([1]), none((1, 2)), none((1, 2)))
+
 
 class TestScore:
     def test_it_is_activations_per_decode_step_or_else_a_rank_by_the_share_of_prefill_tokens(self):
