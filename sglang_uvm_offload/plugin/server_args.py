@@ -52,9 +52,9 @@ def _resolve_once(self: Any) -> None:
         with _reported(self):
             _attach_flags(self)
     super(OffloadServerArgs, self).resolve_once()
-    if requested_of(self) is None:
+    if requested_of(self) is None or not compat.loads_plugins():
         return
-    if not roles.watching() and compat.loads_plugins():
+    if not roles.watching():
         enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
     if not hooked and roles.publishing():
         enforce.end("sglang-uvm-offload: this process publishes arguments before it loads plugins; call load_plugins() first")
