@@ -69,7 +69,8 @@ class _Models(Mapping[str, Any]):
         self.files = model_files()
 
     def __getitem__(self, name: str) -> Any:
-        found = getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
+        with torch.device("cpu"):  # some files compute with tensors as they are imported
+            found = getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
         if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):
             vars(dots3)["_require_cuda"] = lambda: None
         return found
