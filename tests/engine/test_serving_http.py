@@ -71,7 +71,7 @@ def metrics(server: Server) -> str:
 
 
 def abort(server: Server, text: str) -> str:
-    """The first piece of an answer, whose client then hangs up."""
+    """The first piece of an answer, whose client then hangs up. A piece has as many tokens as are ready."""
     answer = server.stream("/generate", {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 500}})
     piece = next(answer)["text"]
     answer.close()
@@ -168,7 +168,9 @@ def test_long_steps_streamed_and_short_ones_read_in_place(on: Said) -> None:
 
 @pytest.mark.works("Launch", "a client that hangs up")
 def test_a_prompt_whose_first_client_hung_up_is_answered_alike(on: Said, off: Said) -> None:
-    assert on["aborted"] == off["aborted"]
+    shorter, longer = sorted((on["aborted"], off["aborted"]), key=len)
+    assert shorter
+    assert longer.startswith(shorter)
     assert on["after_abort"]["output_ids"] == off["after_abort"]["output_ids"]
 
 
