@@ -173,7 +173,7 @@ ATTRIBUTES = {
     "sglang.srt.entrypoints.http_server": "app get_global_state",
     "sglang.srt.environ.Envs": (
         "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE SGLANG_HTTP_SERVER_APP_PATH "
-        "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS SGLANG_USE_ATTN_TP_NGRAM SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
+        "SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT"
     ),
     "sglang.srt.layers.deep_gemm_wrapper.compile_utils": "DeepGemmKernelType deep_gemm_execution_hook",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": (

@@ -196,15 +196,6 @@ def test_an_engram_table_is_where_its_variables_say(cuda_arguments: Arguments, m
     assert lookup_tables.tables_in(cfg, model, in_host=True) == VRAM
 
 
-def test_tables_of_single_groups_are_not_counted(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    grouped = ("--tp-size", 2, "--dp-size", 2, "--enable-dp-attention")
-    alone, shared = (resolving_view(cuda_arguments(*WORDS, *words)) for words in ((), grouped))
-    assert not lookup_tables.keeps_tables_by_group(shared)
-    monkeypatch.setenv("SGLANG_USE_ATTN_TP_NGRAM", "1")
-    assert lookup_tables.keeps_tables_by_group(shared)
-    assert not lookup_tables.keeps_tables_by_group(alone)
-
-
 def test_plan_takes_sglangs_flags_for_the_models_that_sglang_takes_them_for(capsys: pytest.CaptureFixture[str]) -> None:
     """And assumes SGLang's default without them."""
     for words, place in (

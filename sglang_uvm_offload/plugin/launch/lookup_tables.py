@@ -37,8 +37,3 @@ def problems(requested: Settings, model: Any) -> list[str]:
 def _has_ngrams(model: Any) -> bool:
     """Whether SGLang builds an ``NgramEmbedding``."""
     return bool(getattr(model.hf_config, "use_ngram_embedding", False))
-
-
-def keeps_tables_by_group(cfg: Any) -> bool:
-    """Whether each attention group of Qwen4-Exp has an n-gram table of its own (``_use_attn_tp_ngram``)."""
-    return cfg.attn_dp_size > 1 and envs.SGLANG_USE_ATTN_TP_NGRAM.get()
