@@ -19,7 +19,7 @@ from sglang_uvm_offload.plugin.weight_writes import WRITERS
 
 logger = logging.getLogger(__name__)
 
-TRIED = ("0.5.23",)
+TRIED = ("0.5.23", "0.5.22", "0.5.21")
 """The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in a separate environment."""
 
 HOOKED = {
