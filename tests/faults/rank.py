@@ -29,7 +29,7 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.takeover import AllocationMode
-from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.files.autosave import LAST_SECONDS, Saver
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
@@ -234,6 +234,8 @@ class Rank:
         self.seconds += 1000.0
         self.saver.save_if_due()
         self.answer(50, 3, 1)
+        if (thread := self.saver._thread) is not None:
+            thread.join(LAST_SECONDS)  # it would replace a file that is broken at the end, and leave nothing new to save
 
     def end(self) -> None:
         """As a server that was asked to end: saves, and gives all memory back."""
