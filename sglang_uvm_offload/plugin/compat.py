@@ -73,10 +73,10 @@ def swaps_expert_memory() -> bool:
 # --- The processes and what they serve ---
 
 
-def loads_plugins() -> bool:
-    """Whether SGLang should have loaded plugins in this process. Before 0.5.22 it loaded them only in its launcher and its
-    schedulers; since then, in every process that reads the arguments."""
-    return VERSION >= (0, 5, 22) or multiprocessing.parent_process() is None
+def loads_plugins(role: str = "") -> bool:
+    """Whether SGLang should have loaded plugins in this process, which may publish its arguments for ``role``. Before 0.5.22 it
+    loaded them only in its launcher and its schedulers; since then, in every process that reads the arguments."""
+    return VERSION >= (0, 5, 22) or role == "scheduler" or multiprocessing.parent_process() is None
 
 
 def attn_dp_enabled() -> bool:

@@ -21,10 +21,11 @@ def watching() -> bool:
     return _PUBLISH in HookRegistry._patched
 
 
-def publishing() -> bool:
-    """Whether SGLang is in ``publish`` now, where a hook that is put on it comes too late."""
-    frames = (f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame, _ in walk_stack(None))
-    return _PUBLISH in frames
+def publishing() -> str | None:
+    """The role for which SGLang is in ``publish`` now, where a hook that is put on it comes too late."""
+    frames = (frame for frame, _ in walk_stack(None))
+    mine = (each for each in frames if f"{each.f_globals.get('__name__')}.{each.f_code.co_name}" == _PUBLISH)
+    return next((str(each.f_locals["role"]) for each in mine), None)
 
 
 def watch() -> None:

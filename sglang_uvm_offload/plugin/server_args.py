@@ -52,11 +52,11 @@ def _resolve_once(self: Any) -> None:
         with _reported(self):
             _attach_flags(self)
     super(OffloadServerArgs, self).resolve_once()
-    if requested_of(self) is None or not compat.loads_plugins():
+    if requested_of(self) is None:
         return
-    if not roles.watching():
+    if not roles.watching() and compat.loads_plugins():
         enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
-    if not hooked and roles.publishing():
+    if not hooked and (role := roles.publishing()) and compat.loads_plugins(role):
         enforce.end("sglang-uvm-offload: this process publishes arguments before it loads plugins; call load_plugins() first")
 
 

@@ -17,6 +17,7 @@ from serving import Engines
 from scripts.harness.patience import patience
 from scripts.harness.process import kill_group
 from scripts.harness.server import CPU, flags, free_port
+from sglang_uvm_offload.plugin.since import VERSION
 
 ROOT = Path(__file__).parents[2]
 DOORS = ROOT / "tests/builders/doors.py"
@@ -177,15 +178,31 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 told(hooked=hasattr(ModelRunner.load_model, "__wrapped__"))
 """
 
+CHILDREN = """
+import multiprocessing
+from sglang.srt import runtime_context
+args, codes = pickle.loads(Path({file!r}).read_bytes()), []
+for role in ("scheduler", "detokenizer"):
+    ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=0, gpu_id=0)
+    given = dict(role=role, ranks=ranks) if role == "scheduler" else dict(role=role)
+    child = multiprocessing.get_context("fork").Process(target=runtime_context.publish, args=(args,), kwargs=given)
+    child.start()
+    child.join()
+    codes.append(child.exitcode)
+told(codes=codes)
+"""
+
 
 def test_a_process_that_publishes_unresolved_arguments_offloads_or_ends(model: str, sglang: Nursery, tmp_path: Path):
     """As SGLang's tools do that build a model themselves. Where the arguments come from another process and plugins are not
-    loaded, the hook on ``publish`` would come while that runs."""
+    loaded, the hook on ``publish`` would come while that runs. Older versions load none in a detokenizer, which needs none."""
     program = (MADE + PUBLISHED).replace("{file!r}", repr(str(tmp_path / "arguments")))
     assert result(sglang, program.format(model=model, made_here=True))["hooked"]
     ended = sglang.run(program.format(model=model, made_here=False))
     assert ended.code == 1
     assert "this process publishes arguments before it loads plugins; call load_plugins() first" in ended.err
+    children = CHILDREN.replace("{file!r}", repr(str(tmp_path / "arguments")))
+    assert result(sglang, (MADE + children).format(model=model))["codes"] == [1, int(VERSION >= (0, 5, 22))]
 
 
 # ---- servers ----
