@@ -23,6 +23,7 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices, draft_source, lookup_tables, output_files
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
 from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
+from sglang_uvm_offload.plugin.launch.ranks import chooses_runners_by_layer
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,7 @@ def _autotuning(cfg: Any, quantization: str | None) -> dict[str, Any]:
     """FlashInfer's autotuner runs each tactic of its MoE kernels at start. It would time reads of offloaded experts over
     PCIe. Layers of NVFP4 may choose these kernels themselves."""
     runners = (cfg.moe_runner_backend, cfg.speculative_moe_runner_backend or "")
-    chosen = cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
-    tunes = chosen or any(name.startswith("flashinfer") for name in runners)
+    tunes = chooses_runners_by_layer(cfg, quantization) or any(name.startswith("flashinfer") for name in runners)
     if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not tunes:
         return {}
     logger.info("Expert offload: sets --disable-flashinfer-autotune, which would time reads of offloaded experts over PCIe")

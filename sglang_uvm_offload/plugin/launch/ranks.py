@@ -56,6 +56,12 @@ def parallel_sizes(cfg: Any) -> Parallel:
     )
 
 
+def chooses_runners_by_layer(cfg: Any, quantization: str | None) -> bool:
+    """Whether SGLang resolves the MoE runner ``auto`` as it builds each layer: to Marlin before Blackwell, to flashinfer_trtllm
+    on it."""
+    return cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
+
+
 def longest_step(cfg: Any, model: Any) -> int:
     """Tokens. Without chunks a prompt is one step, and several short ones are."""
     chunk = cfg.chunked_prefill_size or 0

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_parallel, get_platform, get_server_ar
 from sglang_uvm_offload.config import AUTO, RequestedConfig, Settings
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.plugin.compat import moe_runner_backend, routing_shown
+from sglang_uvm_offload.plugin.launch.ranks import chooses_runners_by_layer
 from sglang_uvm_offload.plugin.slots.runners import RUNNER, no_slots_in
 
 logger = logging.getLogger(__name__)
@@ -60,14 +61,9 @@ def counting_flags(config: Settings) -> dict[str, str]:
     return needs
 
 
-def chooses_by_layer(cfg: Any, quantization: str | None) -> bool:
-    """Whether SGLang resolves ``auto`` as it builds each layer: to Marlin before Blackwell, to flashinfer_trtllm on it."""
-    return cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
-
-
 def doubts(config: Settings, cfg: Any, quantization: str | None) -> list[str]:
     """What may come of SGLang's resolved arguments ``cfg`` once the model is built."""
-    chosen = chooses_by_layer(cfg, quantization) and get_platform().is_blackwell
+    chosen = chooses_runners_by_layer(cfg, quantization) and get_platform().is_blackwell
     runner = "flashinfer_trtllm" if chosen else cfg.moe_runner_backend
     if cfg.device != "cuda" or cfg.moe_a2a_backend != "none" or runner not in IN_KERNEL:
         return []
