@@ -62,7 +62,7 @@ def replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # whatever it is goes on, once the file is gone
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise

@@ -42,7 +42,7 @@ def config(name: str, revision: str | None) -> str:
         raise unread(name, _reason(error)) from error
     try:
         hf_hub_download(name, BESIDE, revision=revision)
-    except Exception as error:  # as above
+    except Exception as error:  # as above; it is not needed where config.json states the quantisation itself
         absent = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         absent = absent or try_to_load_from_cache(name, BESIDE, revision=revision) is _CACHED_NO_EXIST
         if not absent and not _states_quantization(read_json(Path(found))):
