@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_uvm_offload.plan.model_shape import ModelShape
-from sglang_uvm_offload.residency.slot_split import Slots
 
 GIB = 1 << 30
 Flags = dict[str, Any]
@@ -167,8 +166,8 @@ _ALL = (
     ),
     Contender(
         "residents_and_slots",
-        "this plugin, the rows in VRAM divided as --expert-offload-slots auto does without a profile",
-        with_slots(lambda budget: Slots(None).of(budget.residents, budget.model.num_experts)),
+        "this plugin, three of four rows in VRAM slots",
+        with_slots(lambda budget: budget.residents * 3 // 4),
         offload=True,
         slots=True,
     ),

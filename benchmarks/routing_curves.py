@@ -7,10 +7,10 @@ requests, the share of a layer's activations that residents serve, by the share 
 Requests are served as ``replay`` serves them: the first half warms up, the second half is judged, so no request chose the
 residents that it is judged with. *warmup* keeps the experts with the most activations in the first half
 (``--expert-offload-adapt warmup``); *continuous* is the shipped policy; *slots* divides the same VRAM between those of *warmup*
-and slots, as ``--expert-offload-slots auto`` does without a profile; *other* keeps those of another trace of the same model,
-and *other_slots* has slots beside them, filled by that trace at first. An activation is one token's use of one expert in one
-layer: tokens of a step that share an expert count each, because the planner derives from it how many distinct experts a step
-misses.
+and slots, as ``--expert-offload-slots auto`` does without a profile: all slots, with so few experts; *other* keeps those of
+another trace of the same model, and *other_slots* has slots beside them, filled by that trace at first. An activation is one
+token's use of one expert in one layer: tokens of a step that share an expert count each, because the planner derives from it
+how many distinct experts a step misses.
 
 ``draft_token_weight`` is what a further token of the same request is worth against an independent one, when four
 successive tokens are served as one step (as if drafted): it makes the planner's formula miss as many experts as the trace does.

@@ -39,8 +39,6 @@ struct uvm_copy {
     const char* from;
     char* to;
     size_t nbytes;
-    size_t row;          // bytes of an expert
-    const int* slot_of;  // [nbytes / row] of uvm_slots, whose rows follow the experts; null: no slots
 };
 
 // The routing of one layer, to count.
@@ -52,13 +50,23 @@ struct uvm_counted {
     int in_place;  // whether it reads its experts in place; if not, only routed tokens count, not activations
 };
 
-// The slots of one layer, all in VRAM. E experts, S slots.
-struct uvm_slots {
-    int num_experts;
+// The slots that some layers share, all in VRAM. L layers, W experts of each, of which the last ones may not exist.
+struct uvm_pool {
     int num_slots;
+    int layers;            // L
+    int width;             // W, a multiple of pool_chunk
+    unsigned char* worth;  // [L][W] of each expert in a slot, as of its layer's last launch; not_held: in none
+    int* slot_of;          // [L][W] the slot with a copy of the expert, plus one; 0: none
+    int* taken;            // [1] slots that were ever filled: the first ones
+};
+
+// One layer with slots. E experts.
+struct uvm_slots {
+    uvm_pool pool;
+    int at;                      // which layer of the pool it is
+    int first_slot;              // the row of slot 0 in each of its tensors
+    int num_experts;             // E
     int width;                   // of counts
-    int* slot_of;                // [E] the slot with a copy of the expert, plus one; 0: none
-    int* owner;                  // [S] the expert in the slot, plus one; 0: none
     unsigned* last;              // [E]
     unsigned* lately;            // [E]
     unsigned* long_;             // [E]
@@ -66,6 +74,7 @@ struct uvm_slots {
     int* fills;                  // [1 + 2 * max_fills] the number of fills, then expert and slot of each
     unsigned* turn;              // [2] blocks arrived so far; the launch whose fills are chosen, and how many
     const unsigned char* share;  // [E] how much of each expert is offloaded
+    unsigned char* came;         // [E] whether it was brought for the last step for which any were
     unsigned long long* counts;  // [2 phases][slot_kinds][width]
 };
 
@@ -75,20 +84,19 @@ struct uvm_routing {
     int kind;         // of ids
     int rows;
     int k;
-    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none; null: computed from stream buffers
+    int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none
     int num_blocks;
     const int* padded;  // [1] rows in computed blocks
     int block_size;
+    int brings;                // whether experts are brought for the step, so that misses fill no slots
     const long long* control;  // as for the counters
     const int* ends;           // [1 + max_requests] for a prefill: the number of requests, then the end row of each
 };
 
-// A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from E on are slots. They are
-// filled from expert rows of the same size at from[i].
+// A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from first_slot on are slots.
 struct uvm_rows {
     int count;
     char* base[16];
-    const char* from[16];
     size_t nbytes[16];
 };
 }
@@ -115,7 +123,9 @@ constexpr size_t copy_chunk = 4 * copy_unit;
 constexpr unsigned int piece_chunks = copy_piece / copy_chunk;
 constexpr int read_blocks = 264;  // two for each SM of an H100
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
-constexpr int max_slot_experts = 1024;  // the limit for experts and for slots of one layer
+constexpr int max_slot_experts = 1024;  // of one layer
+constexpr int max_pool_experts = 1 << 17;
+constexpr int pool_chunk = sizeof(uint4);  // experts whose worth one load reads
 constexpr int max_fills = 64;
 constexpr int max_requests = 256;
 constexpr int slot_blocks = 32;  // a power of two
@@ -133,6 +143,8 @@ UVM_API int uvm_max_counted() { return max_counted; }
 UVM_API int uvm_max_copies() { return max_copies; }
 UVM_API int uvm_max_rows() { return max_rows; }
 UVM_API int uvm_max_slot_experts() { return max_slot_experts; }
+UVM_API int uvm_max_pool_experts() { return max_pool_experts; }
+UVM_API int uvm_pool_chunk() { return pool_chunk; }
 UVM_API int uvm_max_fills() { return max_fills; }
 UVM_API int uvm_max_requests() { return max_requests; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
@@ -499,10 +511,7 @@ struct layer_copies {
     unsigned int in_vram[max_pieces / 32];  // a bit for each piece
     unsigned int near;                      // pieces in VRAM
     int count;
-    bool slots;  // of any part
 };
-
-enum class take { all, in_slots, out_of_slots };
 
 __device__ void copy_bytes(const char* from, char* to, size_t nbytes) {
     const uint4* source = (const uint4*)from;
@@ -523,19 +532,6 @@ __device__ void copy_bytes(const char* from, char* to, size_t nbytes) {
 __device__ void copy_row(const char* from, char* to, size_t nbytes) {
     if (((size_t)from | (size_t)to) % sizeof(uint4) == 0) return copy_bytes(from, to, nbytes);
     for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
-}
-
-// Copies bytes of experts; reads an expert from its slot if it has one.
-__device__ void copy_experts(const uvm_copy& part, size_t at, size_t end, take which) {
-    while (at < end) {
-        const size_t expert = at / part.row, begin = expert * part.row;
-        const size_t stop = begin + part.row < end ? begin + part.row : end;
-        const int slot = part.slot_of[expert];
-        const char* row = slot ? part.from + part.nbytes + (slot - 1) * part.row : part.from + begin;
-        if (which != (slot ? take::out_of_slots : take::in_slots))
-            copy_row(row + (at - begin), part.to + at, stop - at);
-        at = stop;
-    }
 }
 
 // Finds pieces of one kind, each time one further on.
@@ -561,8 +557,8 @@ __device__ unsigned int find_piece(const layer_copies& copies, piece_search& sea
 }  // namespace
 
 // Blocks claim one chunk at a time. The first `link_blocks` take what is behind the link, so that it is busy all the
-// time, and help with VRAM after that. The others take what is in VRAM: pieces there, and experts that are in slots.
-// Which pieces those are may have changed meanwhile; then only the time is another.
+// time, and help with VRAM after that. The others take what is in VRAM. Which pieces those are may have changed
+// meanwhile; then only the time is another.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_copy_kernel(layer_copies copies, int link_blocks, unsigned int* claimed) {
     __shared__ unsigned int claim, found;
@@ -570,12 +566,10 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     bool link = (int)blockIdx.x < link_blocks;
     piece_search search = {!link, 0, 0};
     for (;;) {
-        const unsigned int end = piece_chunks * (link ? far : copies.slots ? total : near);
+        const unsigned int end = piece_chunks * (link ? far : near);
         if (threadIdx.x == 0) {
             claim = atomicAdd(&claimed[link ? 0 : 1], 1u);
-            const unsigned int nth = claim / piece_chunks;
-            if (search.in_vram && nth >= near) search = {};
-            if (claim < end) found = find_piece(copies, search, link || search.in_vram ? nth : nth - near);
+            if (claim < end) found = find_piece(copies, search, claim / piece_chunks);
         }
         __syncthreads();
         const unsigned int mine = claim, piece = found;
@@ -592,11 +586,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
         const size_t offset = (piece - (i ? copies.pieces[i - 1] : 0)) * copy_piece + mine % piece_chunks * copy_chunk;
         if (offset >= part.nbytes) continue;
         const size_t left = part.nbytes - offset, nbytes = left < copy_chunk ? left : copy_chunk;
-        const take which = link ? take::out_of_slots : mine / piece_chunks < near ? take::all : take::in_slots;
-        if (part.slot_of)
-            copy_experts(part, offset, offset + nbytes, which);
-        else if (which != take::in_slots)
-            copy_bytes(part.from + offset, part.to + offset, nbytes);
+        copy_bytes(part.from + offset, part.to + offset, nbytes);
     }
 }
 
@@ -617,12 +607,10 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, const u
     for (int i = 0; valid && i < count; i++) {
         const uvm_copy& part = parts[i];
         valid = part.nbytes > 0 && ((size_t)part.from | (size_t)part.to) % sizeof(uint4) == 0;
-        valid = valid && (!part.slot_of || (part.row > 0 && part.nbytes % part.row == 0));
         total += (part.nbytes + copy_piece - 1) / copy_piece;
         valid = valid && total < INT_MAX / piece_chunks;
         copies.part[i] = part;
         copies.pieces[i] = (unsigned int)total;
-        copies.slots = copies.slots || part.slot_of;
     }
     if (!valid) return fail(failure, "uvm_copy_layer", -1, cudaErrorInvalidValue);
     copies.count = count;
@@ -633,7 +621,7 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, const u
     }
     error = cudaMemsetAsync(claimed, 0, 2 * sizeof *claimed, stream);
     if (error != cudaSuccess) return fail(failure, "cudaMemsetAsync", -1, error);
-    const unsigned int far = (unsigned int)total - copies.near, near = copies.slots ? (unsigned int)total : copies.near;
+    const unsigned int far = (unsigned int)total - copies.near, near = copies.near;
     if ((unsigned int)link_blocks > far * piece_chunks) link_blocks = (int)(far * piece_chunks);
     if ((unsigned int)vram_blocks > near * piece_chunks) vram_blocks = (int)(near * piece_chunks);
     void* arguments[] = {&copies, &link_blocks, &claimed};
@@ -788,17 +776,19 @@ UVM_API int uvm_set_control(long long* control, long long valid, long long phase
     return launch(failure, (const void*)uvm_set_control_kernel, "uvm_set_control", 1, 1, arguments, stream);
 }
 
-// ---- slots: rows after the experts of a layer, filled by the misses of the current step -----------------------------
+// ---- slots: rows in VRAM that layers share, filled by the misses of the current step --------------------------------
 // The rules are those of sglang_uvm_offload/policy/slot_policy.py, bit for bit. All sums are of integers, so their
 // order does not matter.
 
 namespace {
-enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_kept, slot_streamed, slot_kinds };
+enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_brought, slot_kinds };
 constexpr int ages = 24, lately_bits = 4, long_bits = 16;
 constexpr int classes = ages * lately_bits * long_bits;
 constexpr int rate_bits = 20, lately_shift = 4, long_shift = 11, least_shift = 2;
 constexpr unsigned use = 16, max_events = 1 << 16;
 constexpr int value_bits = 16, whole = 16;
+constexpr int worth_bits = 3;
+constexpr unsigned not_held = 255;  // more than any worth
 constexpr int tail = 64;
 
 struct slot_table {
@@ -808,11 +798,7 @@ struct slot_table {
     unsigned values[classes];  // of the current step, from the counts of earlier steps
 };
 
-__device__ int floor_log2(unsigned x) {
-    int result = 0;
-    while (x >>= 1) result++;
-    return result;
-}
+__device__ int floor_log2(unsigned x) { return 31 - __clz(x | 1); }
 
 __device__ int half_octaves(unsigned x) {
     const int octave = floor_log2(x);
@@ -828,22 +814,27 @@ __device__ int class_of(unsigned since, bool ever, unsigned lately, unsigned lon
     return (age * lately_bits + a) * long_bits + b;
 }
 
+__device__ unsigned worth_of(unsigned value) {
+    const int octave = floor_log2(value + 1);
+    return (octave << worth_bits) + (((value + 1) << worth_bits >> octave) & ((1 << worth_bits) - 1));
+}
+
 // The choices of one launch. The first block to arrive decides for all, in whatever order they run.
 struct slot_choice {
-    unsigned class_values[classes];               // of the table
-    unsigned tokens[max_slot_experts];            // of each expert that this step reads
-    unsigned distance[max_slot_experts];          // of each expert in a prefill, and its
-    unsigned rates[max_slot_experts];             // rate, as in policy.slot_policy.Tails
-    unsigned values[max_slot_experts];            // of each expert
-    int slot_of[max_slot_experts];                // of each expert, plus one, as of the layer
-    unsigned long long misses[max_slot_experts];  // key of each expert: the largest is filled first, 0 for none
-    unsigned long long slots[max_slot_experts];   // key of each slot: the smallest is evicted first
-    int fill[max_fills];                          // experts, in order
-    int evict[max_fills];                         // slots, in order
+    unsigned class_values[classes];         // of the table
+    unsigned tokens[max_slot_experts];      // of each expert that this step reads
+    unsigned distance[max_slot_experts];    // of each expert in a prefill, and its
+    unsigned rates[max_slot_experts];       // rate, as in policy.slot_policy.Tails
+    int slot_of[max_slot_experts];          // of each expert, plus one, as of the layer
+    unsigned misses[max_slot_experts];      // keys, in any order: the largest is filled first
+    unsigned char worth[max_slot_experts];  // of each expert, in a slot or not
     int num_misses;
-    int num_slots;
+    int fill[max_slot_experts];   // experts, in order
+    int evict[max_slot_experts];  // their places in the pool, in order
+    int found[copy_threads];
+    int num_found;   // of all threads and rounds
+    unsigned least;  // of all threads
 };
-constexpr unsigned long long in_use = ~0ULL;
 
 // One expert's state, and what else of it a step reads.
 struct slot_expert {
@@ -859,6 +850,7 @@ static_assert(max_slot_experts % copy_threads == 0 && classes % copy_threads == 
 struct slot_inputs {
     long long valid, phase, id;  // control, and the first expert id of this thread
     int padded, block;           // the first block of rows of this thread
+    int taken;
     unsigned now;
     slot_expert experts[experts_each];
 };
@@ -866,6 +858,7 @@ struct slot_inputs {
 __device__ void read_inputs(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
                             slot_inputs& inputs, slot_choice& choice) {
     const int thread = threadIdx.x;
+    const int* slot_of = layer.pool.slot_of + layer.at * layer.pool.width;
 #pragma unroll
     for (int i = 0; i < experts_each; i++) {
         const int expert = thread + i * copy_threads;
@@ -874,15 +867,15 @@ __device__ void read_inputs(const uvm_slots& layer, const slot_table* table, con
                              layer.lately[expert],
                              layer.long_[expert],
                              layer.share[expert],
-                             layer.slot_of[expert],
+                             slot_of[expert],
                              layer.classes[expert],
                              layer.classes[layer.num_experts + expert]};
     }
+    inputs.taken = *layer.pool.taken;
     inputs.now = table->step;
-    const bool computes = step.blocks != nullptr;
-    inputs.id = computes && thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
-    inputs.padded = computes ? *step.padded : 0;
-    inputs.block = computes && thread < step.num_blocks ? step.blocks[thread] : -1;
+    inputs.id = thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
+    inputs.padded = *step.padded;
+    inputs.block = thread < step.num_blocks ? step.blocks[thread] : -1;
     unsigned values[classes_each];
 #pragma unroll
     for (int i = 0; i < classes_each; i++) values[i] = table->values[thread + i * copy_threads];
@@ -960,59 +953,172 @@ __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int 
     __syncthreads();
 }
 
-// Sorts the experts to fill and the slots to evict, by counting the keys before each. All keys differ.
-__device__ void rank_candidates(const uvm_slots& layer, slot_choice& choice) {
-    for (int expert = threadIdx.x; expert < layer.num_experts; expert += blockDim.x) {
-        const unsigned long long key = choice.misses[expert];
-        if (!key) continue;
+// Of a miss. Values are below 1 << 21. Of equal ones the lower ids come first.
+__device__ unsigned miss_key(unsigned value, int expert) {
+    return value * max_slot_experts + (max_slot_experts - 1 - expert);
+}
+
+// Sorts the misses, by counting the keys before each, and takes the first ones. All keys differ.
+__device__ void rank_misses(slot_choice& choice, int most) {
+    for (int i = threadIdx.x; i < choice.num_misses; i += copy_threads) {
+        const unsigned key = choice.misses[i];
         int rank = 0;
-        for (int other = 0; other < layer.num_experts; other++) rank += choice.misses[other] > key;
-        if (rank < max_fills) choice.fill[rank] = expert;
-        atomicAdd(&choice.num_misses, 1);
-    }
-    for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
-        const unsigned long long key = choice.slots[slot];
-        if (key == in_use) continue;
-        int rank = 0;
-        for (int other = 0; other < layer.num_slots; other++) rank += choice.slots[other] < key;
-        if (rank < max_fills) choice.evict[rank] = slot;
-        atomicAdd(&choice.num_slots, 1);
+        for (int other = 0; other < choice.num_misses; other++) rank += choice.misses[other] > key;
+        if (rank < most) choice.fill[rank] = max_slot_experts - 1 - (int)(key % max_slot_experts);
     }
 }
 
-// Chooses this step's fills, counts them, and updates the slots' owners. Returns the number of fills.
-__device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, unsigned long long* counts) {
-    for (int slot = threadIdx.x; slot < layer.num_slots; slot += blockDim.x) {
-        const int owner = layer.owner[slot] - 1;
-        unsigned long long key = slot;  // a free slot
-        if (owner >= 0 && choice.tokens[owner])
-            key = in_use;
-        else if (owner >= 0)
-            key = (unsigned long long)(choice.values[owner] + 1) << 42 | (unsigned long long)layer.last[owner] << 10 |
-                  slot;
-        choice.slots[slot] = key;
+// What one thread looks through of the pool: chunks `begin` to `end` in the order of eviction, which starts at the
+// layer itself and goes back, layer by layer. All threads together look through all of it.
+struct pool_run {
+    const uint4* worth;
+    int layers, layer_chunks, at, begin, end;
+    int kept[2] = {-1, -1};  // layers whose experts are no victims
+
+    __device__ pool_run(const uvm_slots& layer)
+        : worth((const uint4*)layer.pool.worth),
+          layers(layer.pool.layers),
+          layer_chunks(layer.pool.width / pool_chunk),
+          at(layer.at) {
+        const int chunks = layers * layer_chunks, each = (chunks + copy_threads - 1) / copy_threads;
+        begin = threadIdx.x * each;
+        end = begin + each < chunks ? begin + each : chunks;
     }
-    __syncthreads();
-    rank_candidates(layer, choice);
-    __syncthreads();
-    int most = choice.num_misses < choice.num_slots ? choice.num_misses : choice.num_slots;
-    if (most > max_fills) most = max_fills;
-    int fills = 0;
-    while (fills < most) {
-        const unsigned long long worth = choice.slots[choice.evict[fills]] >> 42;  // 0: free
-        if (choice.values[choice.fill[fills]] + 1 <= worth) break;
-        fills++;
+
+    // No expert of the layer itself, nor of another one (-1: none), is a victim.
+    __device__ void keeps(int other) {
+        kept[0] = at;
+        kept[1] = other;
     }
-    for (int i = threadIdx.x; i < fills; i += blockDim.x) {
-        const int expert = choice.fill[i], slot = choice.evict[i];
-        const int evicted = layer.owner[slot] - 1;
-        if (evicted >= 0) layer.slot_of[evicted] = choice.slot_of[evicted] = 0;
-        layer.owner[slot] = expert + 1;
-        layer.slot_of[expert] = choice.slot_of[expert] = slot + 1;
-        layer.fills[1 + 2 * i] = expert;
-        layer.fills[2 + 2 * i] = slot;
+
+    __device__ uint4 chunk(int place) const {
+        const int layer = place / layer_chunks;
+        const uint4 nothing = {~0u, ~0u, ~0u, ~0u};
+        return layer == kept[0] || layer == kept[1] ? nothing : worth[place];
+    }
+
+    // Where the chunk that comes `nth` lies.
+    __device__ int place(int nth) const {
+        const int layer = at - nth / layer_chunks;
+        return (layer < 0 ? layer + layers : layer) * layer_chunks + nth % layer_chunks;
+    }
+};
+
+__device__ unsigned byte_of(const uint4& chunk, int i) {
+    const unsigned words[] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    return words[i / 4] >> i % 4 * 8 & 255;
+}
+
+// The least worth in the run that is at least `from`.
+__device__ unsigned least_worth(const pool_run& run, unsigned from) {
+    unsigned least = not_held;
+#pragma unroll 4
+    for (int nth = run.begin; nth < run.end; nth++) {
+        const uint4 chunk = run.chunk(run.place(nth));
+#pragma unroll
+        for (int i = 0; i < pool_chunk; i++) {
+            const unsigned worth = byte_of(chunk, i);
+            if (worth >= from && worth < least) least = worth;
+        }
+    }
+    return least;
+}
+
+// Counts the experts of this worth in the run, up to `most`. Writes their places, unless `places` is null.
+__device__ int find_worth(const pool_run& run, unsigned worth, int most, int* places) {
+    int count = 0;
+    for (int nth = run.begin; nth < run.end && count < most; nth++) {
+        const int place = run.place(nth);
+        const uint4 chunk = run.chunk(place);
+#pragma unroll
+        for (int i = 0; i < pool_chunk; i++) {
+            if (byte_of(chunk, i) != worth || count >= most) continue;
+            if (places) places[count] = place * pool_chunk + i;
+            count++;
+        }
+    }
+    return count;
+}
+
+// Experts in slots that this step reads are no victims: the search does not see those that are hidden.
+__device__ void hide_what_is_read(const uvm_slots& layer, slot_choice& choice, bool hide) {
+    unsigned char* worth = layer.pool.worth + layer.at * layer.pool.width;
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) {
+        if (choice.tokens[expert] && choice.slot_of[expert]) worth[expert] = hide ? not_held : choice.worth[expert];
+    }
+}
+
+// Takes the victims of the misses from `first` to `end` in choice.fill: those of the least worth, then of the next one,
+// until no miss is worth more, if it must be, or none is left. A round of all threads takes those of one worth. Returns
+// the number of victims.
+__device__ int take_victims(const pool_run& run, slot_choice& choice, int first, int end, bool worth_more) {
+    int taken = 0, wanted = end - first;
+    for (unsigned mine = least_worth(run, 0);;) {
+        if (mine < choice.least) atomicMin(&choice.least, mine);  // few threads get here before a lower one
+        __syncthreads();
+        const unsigned least = choice.least;
+        while (worth_more && wanted > taken && choice.worth[choice.fill[first + wanted - 1]] <= least) wanted--;
+        if (wanted == taken || least == not_held) return taken;
+        const int found = mine == least ? find_worth(run, least, wanted - taken, nullptr) : 0;
+        choice.found[threadIdx.x] = found;
+        if (found) atomicAdd(&choice.num_found, found);
+        __syncthreads();
+        const int all = choice.num_found;
+        if (threadIdx.x == 0) choice.least = not_held;
+        if (found) {
+            int before = taken;
+            for (int other = 0; other < (int)threadIdx.x && before < wanted; other++) before += choice.found[other];
+            find_worth(run, least, wanted - before, choice.evict + before);
+            mine = least_worth(run, least + 1);
+        }
+        __syncthreads();
+        if (all >= wanted) return wanted;
+        taken = all;
+    }
+}
+
+// Takes the slot from the expert at this place in the pool. Returns the slot, plus one.
+__device__ int evict(const uvm_slots& layer, slot_choice& choice, int place) {
+    const int slot = layer.pool.slot_of[place], expert = place - layer.at * layer.pool.width;
+    layer.pool.slot_of[place] = 0;
+    layer.pool.worth[place] = not_held;
+    if (expert >= 0 && expert < layer.num_experts) choice.slot_of[expert] = 0;
+    return slot;
+}
+
+// Gives slots to the first `fills` of choice.fill: `unused` ones from `taken` on, then those of the victims. Notes and
+// counts them.
+__device__ void take_slots(const uvm_slots& layer, slot_choice& choice, int taken, int unused, int fills, int* noted,
+                           unsigned long long* counts) {
+    const int own = layer.at * layer.pool.width;
+    for (int i = threadIdx.x; i < fills; i += copy_threads) {
+        const int expert = choice.fill[i];
+        const int slot = i < unused ? taken + i : evict(layer, choice, choice.evict[i - unused]) - 1;
+        layer.pool.slot_of[own + expert] = choice.slot_of[expert] = slot + 1;
+        layer.pool.worth[own + expert] = choice.worth[expert];
+        noted[1 + 2 * i] = expert;
+        noted[2 + 2 * i] = slot;
         counts[expert]++;
     }
+    if (threadIdx.x == 0) *layer.pool.taken = taken + unused;
+}
+
+// Chooses this step's fills, counts them, and updates what the pool holds. Free slots go first. Returns the number of
+// fills.
+__device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int taken, unsigned long long* counts) {
+    const int left = layer.pool.num_slots - taken;
+    const int most = choice.num_misses < max_fills ? choice.num_misses : max_fills;
+    const int unused = left < most ? left : most;
+    int fills = unused;
+    rank_misses(choice, most);
+    if (unused < most) hide_what_is_read(layer, choice, true);
+    __syncthreads();
+    if (unused < most) {
+        fills += take_victims(pool_run(layer), choice, unused, most, true);
+        hide_what_is_read(layer, choice, false);
+        __syncthreads();
+    }
+    take_slots(layer, choice, taken, unused, fills, layer.fills, counts);
     __syncthreads();
     return fills;
 }
@@ -1027,67 +1133,66 @@ __device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
 }
 
 // One block does this for all: counts the step, chooses the fills, and redirects blocks of rows to the slots of their
-// experts. A layer that is computed from stream buffers reads no slot. Returns the number of fills.
+// experts. Returns the number of fills.
 __device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step, slot_inputs& inputs,
                        slot_choice& choice, unsigned launch) {
     const bool decode = inputs.phase == 1;
     unsigned long long* counts = layer.counts + inputs.phase * slot_kinds * layer.width;
     const int rows = inputs.valid < step.rows ? (int)inputs.valid : step.rows;
-    for (int i = threadIdx.x; step.blocks && i < rows * step.k; i += copy_threads) {
+    for (int i = threadIdx.x; i < rows * step.k; i += copy_threads) {
         const long long expert = i < copy_threads ? inputs.id : read_id(step.ids, step.kind, i);
         if (expert >= 0 && expert < layer.num_experts) atomicAdd(&choice.tokens[expert], 1u);
     }
     if (!decode) read_tails(layer, step, rows, choice);
     __syncthreads();
-    int any = 0;
+    unsigned char* worth = layer.pool.worth + layer.at * layer.pool.width;
 #pragma unroll
     for (int i = 0; i < experts_each; i++) {
         const int expert = threadIdx.x + i * copy_threads;
         if (expert >= layer.num_experts) break;
         slot_expert& it = inputs.experts[i];
         const unsigned tokens = choice.tokens[expert];
-        if (tokens && it.slot) {
+        if (tokens && it.slot && !(step.brings && layer.came[expert])) {
             atomicAdd(&counts[slot_tokens * layer.width + expert], (unsigned long long)tokens);
-            atomicAdd(&counts[slot_hits * layer.width + expert], 1ULL);
+            if (!step.brings) atomicAdd(&counts[slot_hits * layer.width + expert], 1ULL);
         }
-        if (!step.blocks && it.share && !it.slot) atomicAdd(&counts[slot_streamed * layer.width + expert], 1ULL);
         const bool wanted = decode ? tokens != 0 : choice.distance[expert] < tail;
-        const bool miss = wanted && !it.slot && it.share;
+        const bool miss = wanted && !it.slot && it.share && !step.brings;
         const unsigned value = decode ? observe(it, table, inputs.now, wanted, choice)
                                       : expect(it, inputs.now, choice.distance[expert], choice.rates[expert], choice);
         write_expert(layer, expert, it);
         choice.slot_of[expert] = it.slot;
-        choice.values[expert] = value;
-        choice.misses[expert] = miss ? (unsigned long long)(value + 1) << 10 | (max_slot_experts - 1 - expert) : 0;
-        any |= miss;
+        choice.worth[expert] = worth_of(value);
+        worth[expert] = it.slot ? choice.worth[expert] : not_held;
+        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert);
     }
+    __syncthreads();
     int fills = 0;
-    if (__syncthreads_or(any))
-        fills = choose_fills(layer, choice, counts + (step.blocks ? slot_fills : slot_kept) * layer.width);
+    if (choice.num_misses) fills = choose_fills(layer, choice, inputs.taken, counts + slot_fills * layer.width);
     publish(layer, launch, fills);
-    if (!step.blocks) return fills;
     const int computed = inputs.padded / step.block_size;
     const int count = computed < step.num_blocks ? computed : step.num_blocks;
     for (int i = threadIdx.x; i < count; i += copy_threads) {
         const int expert = i < copy_threads ? inputs.block : step.blocks[i];
         const int slot = expert >= 0 && expert < layer.num_experts ? choice.slot_of[expert] - 1 : -1;
-        if (slot >= 0) step.blocks[i] = layer.num_experts + slot;
+        if (slot >= 0) step.blocks[i] = layer.first_slot + slot;
     }
     return fills;
 }
 
 // Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks.
-__device__ void fill_slots(const uvm_slots& layer, const uvm_rows& tensors, unsigned first, int fills) {
+__device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volatile int* chosen, int fills,
+                           unsigned first, unsigned blocks) {
     unsigned unit = first;  // relative to the first unit of the current tensor
     for (int fill = 0; fill < fills; fill++) {
-        const size_t expert = ((const volatile int*)layer.fills)[1 + 2 * fill];
-        const size_t row = layer.num_experts + ((const volatile int*)layer.fills)[2 + 2 * fill];
+        const size_t expert = chosen[1 + 2 * fill];
+        const size_t row = first_slot + chosen[2 + 2 * fill];
         for (int i = 0; i < tensors.count; i++) {
             const size_t nbytes = tensors.nbytes[i];
             const unsigned units = (unsigned)((nbytes + copy_unit - 1) / copy_unit);
-            for (; unit < units; unit += slot_blocks) {
+            for (; unit < units; unit += blocks) {
                 const size_t offset = unit * copy_unit, left = nbytes - offset;
-                const char* from = tensors.from[i] + expert * nbytes + offset;
+                const char* from = tensors.base[i] + expert * nbytes + offset;
                 copy_row(from, tensors.base[i] + row * nbytes + offset, left < copy_unit ? left : copy_unit);
             }
             unit -= units;
@@ -1111,7 +1216,8 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) choice.tokens[expert] = 0;
     if (threadIdx.x == 0) {
         arrived = taken;
-        choice.num_misses = choice.num_slots = 0;
+        choice.num_misses = choice.num_found = 0;
+        choice.least = not_held;
     }
     __syncthreads();
     const unsigned launch = arrived / slot_blocks + 1;
@@ -1135,7 +1241,54 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
         __syncthreads();
         fills = published;
     }
-    fill_slots(layer, tensors, place, fills);
+    fill_slots(tensors, layer.first_slot, layer.fills, fills, place, slot_blocks);
+}
+
+// One block brings all offloaded experts of a layer into slots, but for the copying: the rule is SlotPolicy.bring. No
+// expert of the pool's layer `beside` loses its slot. `brought`: [1 + 2 * max_slot_experts], as uvm_slots.fills.
+extern "C" __global__ void __launch_bounds__(copy_threads, 1)
+    uvm_bring_slots_kernel(uvm_slots layer, const slot_table* table, int beside, const long long* control,
+                           int* brought) {
+    __shared__ slot_choice choice;
+    const int own = layer.at * layer.pool.width, taken = *layer.pool.taken;
+    for (int i = threadIdx.x; i < classes; i += copy_threads) choice.class_values[i] = table->values[i];
+    if (threadIdx.x == 0) {
+        choice.num_misses = choice.num_found = 0;
+        choice.least = not_held;
+        brought[0] = 0;
+    }
+    __syncthreads();
+    if (control[0] <= 0) return;
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) {
+        slot_expert it = {layer.last[expert], layer.lately[expert], layer.long_[expert], layer.share[expert],
+                          layer.pool.slot_of[own + expert]};
+        const unsigned value = value_of(it, table->step, choice);
+        choice.slot_of[expert] = it.slot;
+        choice.worth[expert] = worth_of(value);
+        const bool miss = it.share && !it.slot;
+        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert);
+        layer.came[expert] = miss;
+    }
+    __syncthreads();
+    const int left = layer.pool.num_slots - taken, misses = choice.num_misses;
+    const int unused = left < misses ? left : misses;
+    rank_misses(choice, misses);
+    __syncthreads();
+    int fills = unused;
+    if (unused < misses) {
+        pool_run run(layer);
+        run.keeps(beside);
+        fills += take_victims(run, choice, unused, misses, false);
+    }
+    unsigned long long* counts = layer.counts + control[1] * slot_kinds * layer.width;
+    take_slots(layer, choice, taken, unused, fills, brought, counts + slot_brought * layer.width);
+    if (threadIdx.x == 0) brought[0] = fills;
+}
+
+// Copies what was brought, by few blocks: they read over the link beside the layer that is computed meanwhile.
+extern "C" __global__ void __launch_bounds__(copy_threads, 2)
+    uvm_fill_brought_kernel(uvm_rows tensors, int first_slot, const int* brought) {
+    fill_slots(tensors, first_slot, brought, brought[0], blockIdx.x, gridDim.x);
 }
 
 // Begins a step: halves large counts, and computes the step's values from the counts of earlier steps.
@@ -1159,13 +1312,22 @@ UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure*
     return launch(failure, (const void*)uvm_begin_slots_kernel, "uvm_begin_slots", 1, copy_threads, arguments, stream);
 }
 
-// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks, if it reads any. One launch, no
-// allocation, no synchronisation: a graph may capture it.
+namespace {
+bool valid_slots(const uvm_slots& layer, const uvm_rows& tensors) {
+    const uvm_pool& pool = layer.pool;
+    bool valid = layer.num_experts > 0 && layer.num_experts <= max_slot_experts && layer.num_experts <= pool.width;
+    valid = valid && pool.width % pool_chunk == 0 && pool.layers > 0 && pool.layers <= max_pool_experts / pool.width;
+    valid = valid && layer.at >= 0 && layer.at < pool.layers && pool.num_slots >= 0;
+    return valid && tensors.count > 0 && tensors.count <= max_rows;
+}
+}  // namespace
+
+// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks. One launch, no allocation, no
+// synchronisation: a graph may capture it.
 UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
                               const uvm_routing* step, cudaStream_t stream, uvm_failure* failure) {
-    const bool valid = layer->num_experts > 0 && layer->num_experts <= max_slot_experts && layer->num_slots > 0 &&
-                       layer->num_slots <= max_slot_experts && tensors->count > 0 && tensors->count <= max_rows &&
-                       step->rows > 0 && step->k > 0 && step->rows <= INT_MAX / step->k && step->block_size > 0;
+    const bool valid = valid_slots(*layer, *tensors) && step->rows > 0 && step->k > 0 &&
+                       step->rows <= INT_MAX / step->k && step->block_size > 0;
     if (!valid) return fail(failure, "uvm_resolve_slots", -1, cudaErrorInvalidValue);
     uvm_slots slots = *layer;
     uvm_rows parts = *tensors;
@@ -1173,4 +1335,29 @@ UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, s
     void* arguments[] = {&slots, &parts, &table, &routing};
     return launch(failure, (const void*)uvm_resolve_slots_kernel, "uvm_resolve_slots", slot_blocks, copy_threads,
                   arguments, stream);
+}
+
+// Chooses slots for the offloaded experts of a layer. Refused during capture: a graph would bring them at each replay.
+UVM_API int uvm_bring_slots(const uvm_slots* layer, const uvm_rows* tensors, const slot_table* table, int beside,
+                            const long long* control, int* brought, cudaStream_t stream, uvm_failure* failure) {
+    cudaError_t error = refuse_capture(failure, stream);
+    if (error != cudaSuccess) return error;
+    if (!valid_slots(*layer, *tensors)) return fail(failure, "uvm_bring_slots", -1, cudaErrorInvalidValue);
+    uvm_slots slots = *layer;
+    void* arguments[] = {&slots, &table, &beside, &control, &brought};
+    return launch(failure, (const void*)uvm_bring_slots_kernel, "uvm_bring_slots", 1, copy_threads, arguments, stream);
+}
+
+// Copies what uvm_bring_slots chose, by `blocks` blocks. The caller orders it after that.
+UVM_API int uvm_fill_brought(int device, const uvm_rows* tensors, int first_slot, const int* brought, int blocks,
+                             cudaStream_t stream, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    if (tensors->count <= 0 || tensors->count > max_rows || blocks <= 0) {
+        return fail(failure, "uvm_fill_brought", -1, cudaErrorInvalidValue);
+    }
+    uvm_rows parts = *tensors;
+    void* arguments[] = {&parts, &first_slot, &brought};
+    return launch(failure, (const void*)uvm_fill_brought_kernel, "uvm_fill_brought", blocks, copy_threads, arguments,
+                  stream);
 }

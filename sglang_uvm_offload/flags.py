@@ -75,10 +75,11 @@ FLAGS = {
     "slots": Option(
         or_off(whole("auto, or a whole number of slots", 0, 999999, auto=None), 0),
         "auto",
-        "Slots in VRAM per MoE layer besides its residents, over all ranks that share the layer. A decode step copies the "
-        "offloaded experts that it uses into slots, and later steps read them there. auto: a part of what "
-        "--expert-offload-num-resident auto finds room for, by the split in --expert-offload-profile if it has one; none with "
-        "a number of residents, or if SGLang's MoE runner cannot use slots.",
+        "Slots in VRAM per MoE layer on average, besides its residents, over all ranks that share the layer. A decode step "
+        "copies the offloaded experts that it uses into slots, and later steps read them there. auto: all that "
+        "--expert-offload-num-resident auto finds room for, if host RAM holds all experts; a part of it in models with fewer "
+        "than 32 experts a layer, or by the split in --expert-offload-profile; none with a number of residents, or if SGLang's "
+        "MoE runner cannot use slots.",
     ),
     "headroom_gb": Option(
         gib("a number of GiB", float),
@@ -144,14 +145,15 @@ OPTIONS = {
         gib("auto, or GiB", auto=None),
         "auto",
         "VRAM in GiB for stream buffers, into which long steps copy the experts of one layer at a time, so that each offloaded "
-        "byte crosses PCIe once per step. auto: two buffers of the largest layer's size, or one, or none, whichever fits. 0: "
-        "long steps also read in place.",
+        "byte crosses PCIe once per step. auto: two buffers of the largest layer's size, or one, or none, whichever fits; none "
+        "where slots hold the experts of two layers, into which long steps copy then. 0: long steps also read in place.",
     ),
     "stream_tokens": Option(
         whole("auto, inf, or a whole number of tokens", 0, 999999999, auto=None, inf=NEVER),
         "auto",
-        "Steps of this many tokens or more copy experts into the stream buffers; inf: no step does. Prefill CUDA graphs are "
-        "captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in place.",
+        "Steps of this many tokens or more copy experts into slots or stream buffers; inf: no step does. Prefill CUDA graphs "
+        "are captured for fewer tokens only. auto: the smallest number at which copying should be no slower than reading in "
+        "place.",
     ),
     "lookup_tables": Option(
         choice(*TABLES),

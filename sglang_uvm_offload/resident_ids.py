@@ -57,9 +57,18 @@ class ResidentIds:
         assert self.per_layer is not None
         return self.per_layer[index]
 
+    @property
+    def _lists(self) -> tuple[frozenset[int], ...]:
+        return self.per_layer or (self.every_layer or frozenset(),)
+
+    @property
+    def least_residents(self) -> int:
+        """The smallest N that allows as many experts."""
+        return -(-sum(map(len, self._lists)) // len(self._lists))
+
     def number_problems(self, num_resident: int) -> list[str]:
         """Why these are more experts than N per layer, whatever the model."""
-        lists = self.per_layer or (self.every_layer or frozenset(),)
+        lists = self._lists
         total, allowed = sum(map(len, lists)), num_resident * len(lists)
         if total <= allowed:
             return []

@@ -76,16 +76,17 @@ class SimulatedDriver(EmulatedMemory):
         """What is to be populated, while a model loads."""
         self._plain = 0
         self._clock = 0
-        self._ranges: dict[int, _Pages] = {}
+        self._ranges: dict[ManagedRange, _Pages] = {}
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         managed = super().allocate(nbytes, name)
-        self._ranges[managed.address] = _Pages(managed)
+        self._ranges[managed] = _Pages(managed)
         return managed
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
-        pages = self._pages(managed)
         check_spans(managed, spans, self.block_bytes)
+        managed, spans = self._whole(managed, spans)
+        pages = self._pages(managed)
         self._notice_writes(pages)
         for batch in batches(spans):
             if location is Location.HOST:
@@ -113,6 +114,15 @@ class SimulatedDriver(EmulatedMemory):
         self.prefer(managed, spans, Location.HOST)
         self._queue.append((managed, list(spans)))
 
+    def _whole(self, managed: ManagedRange, spans: Sequence[Span]) -> tuple[ManagedRange, list[Span]]:
+        """The allocation that a range is part of, and its spans there."""
+        whole = self._find(managed).whole
+        if whole is None:
+            return managed, list(spans)
+        begin = managed.address - whole.address
+        inside = [Span(begin + span.offset, round_up(span.nbytes, self.block_bytes)) for span in spans]
+        return whole, [Span(span.offset, min(span.nbytes, whole.nbytes - span.offset)) for span in inside]
+
     def wait_until_populated(self, address: int | None = None) -> None:
         if self._queue is None:
             return
@@ -120,10 +130,11 @@ class SimulatedDriver(EmulatedMemory):
         self._queue = [one for one in self._queue if one not in queued]
         for managed, spans in queued:
             if self.holds(managed):
-                self._notice_writes(self._pages(managed))
-                for span in spans:
-                    self._prefetch(self._pages(managed), span, Location.HOST)
-                    super().place(managed, [span], Location.HOST)
+                whole, inside = self._whole(managed, spans)
+                self._notice_writes(self._pages(whole))
+                for span in inside:
+                    self._prefetch(self._pages(whole), span, Location.HOST)
+                    super().place(whole, [span], Location.HOST)
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         for managed, offset in blocks:
@@ -145,8 +156,9 @@ class SimulatedDriver(EmulatedMemory):
 
     def prefer(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         """Advise the spans and move nothing."""
-        pages = self._pages(managed)
         check_spans(managed, spans, self.block_bytes)
+        managed, spans = self._whole(managed, spans)
+        pages = self._pages(managed)
         for span in spans:
             pages.preferred[pages_of(span)] = CODE[location]
             self.traffic.advise_calls += 1
@@ -154,6 +166,7 @@ class SimulatedDriver(EmulatedMemory):
     def read(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
         """A kernel on the GPU reads the spans (any bytes). A page that prefers the GPU but was evicted faults back in: a GPU
         maps only local pages of a range that prefers it. Other pages stay where they are."""
+        managed, spans = self._whole(managed, spans)
         pages = self._pages(managed)
         self._notice_writes(pages)
         for span in spans:
@@ -163,6 +176,7 @@ class SimulatedDriver(EmulatedMemory):
 
     def location(self, managed: ManagedRange, span: Span) -> Location | None:
         """Where the whole span really is, None where it is mixed or was never populated."""
+        managed, (span,) = self._whole(managed, [span])
         pages = self._pages(managed)
         self._notice_writes(pages)
         codes = pages.where[pages_of(span)]
@@ -198,11 +212,11 @@ class SimulatedDriver(EmulatedMemory):
 
     def _pages(self, managed: ManagedRange) -> _Pages:
         self._find(managed)
-        return self._ranges[managed.address]
+        return self._ranges[managed]
 
-    def _forget(self, address: int) -> None:
-        super()._forget(address)
-        pages = self._ranges.pop(address, None)
+    def _forget(self, managed: ManagedRange) -> None:
+        super()._forget(managed)
+        pages = self._ranges.pop(managed, None)
         if pages is not None:
             self.device_resident -= int((pages.where == DEVICE).sum()) * PAGE_BYTES
             self.device_used -= int(pages.holds_device.sum()) * PAGE_BYTES

@@ -29,7 +29,7 @@ def noticing(rows: Rows) -> None:
     """Plain allocations grow until a look finds residents evicted, or until they have taken half of the residents' bytes beyond
     what was free. Then the pressure goes, and a read of all residents should bring them back."""
     memory = CudaMemory()
-    tensor = ExpertTensor(memory, "experts", ExpertLayout(128, rows.pick(8 * MIB, BLOCK_BYTES)))
+    tensor = ExpertTensor.allocated(memory, "experts", ExpertLayout(128, rows.pick(8 * MIB, BLOCK_BYTES)))
     tensor.place(np.ones(tensor.layout.num_extents, dtype=bool))
     words = tensor.bytes().view(torch.int64).random_()
     checksum = int(words.sum())
@@ -91,7 +91,7 @@ def noticing(rows: Rows) -> None:
 def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) -> list[float]:
     """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do. Rows have which looks
     could tell, and the cycles of their reads."""
-    offloaded = ExpertTensor(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
+    offloaded = ExpertTensor.allocated(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
     offloaded.place(np.zeros(offloaded.layout.num_extents, dtype=bool))
     words = offloaded.bytes().view(torch.int64)
     words.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -17,9 +18,9 @@ from benchmarks.gpu.environment import computes
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
-from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
 from sglang_uvm_offload.streaming.model_slots import LayerSlots, ModelSlots
 
@@ -134,7 +135,11 @@ class RowsRead:
             slots.resolve(self._ids, self._blocks, self._padded, self.block)
 
     def result(self, weights: Tensors) -> torch.Tensor:
-        return torch.cat([rows_read(tensor, self._blocks) for tensor in weights.values()])
+        return torch.cat([rows_read(self._all_rows(tensor), self._blocks) for tensor in weights.values()])
+
+    def _all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        slots = self._find(tensor.untyped_storage().data_ptr())
+        return slots.all_rows(tensor) if slots else tensor
 
 
 def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -209,23 +214,31 @@ class ServedLayer:
 
     def __init__(self, memory: CudaMemory, plain: Tensors, resident: np.ndarray, num_slots: int):
         experts = len(resident)
-        self._layer = ExpertLayer(memory, LayerShard(0, experts))
+        model = ModelExperts(draft=False)
+        self._layer = model.add_layer(memory, LayerShard(0, experts))
+        self._layer.join_pool(partial(model.pool_for, self._layer))
         self._layer.place(lambda layout: layout.holding(resident), num_slots=num_slots)
         module = torch.nn.Module()
         with AllocationMode(experts, self._layer.allocate):
             for name, tensor in plain.items():
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-                setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
+                self._set_parameter(module, name, tensor)
         self._layer.sync_tensors(module)
+        model.place_slots()
         self.weights: Tensors = {name: getattr(module, name).data for name in plain}
         for name, tensor in plain.items():
             self.weights[name].view(torch.uint8).copy_(tensor.view(torch.uint8))
         self._module = module
         self._counters = CudaRoutingCounters(1, experts)
-        self._slots = ModelSlots([self._layer], lambda served: CudaSlots(self._counters, served))
+        self._slots = ModelSlots([self._layer], partial(CudaSlots, self._counters))
         if num_slots and any(self._slots.reasons):
             raise AssertionError(f"the layer has no slots: {self._slots.reasons}")
         self.find: Find = self._slots.at
+
+    @staticmethod
+    def _set_parameter(module: torch.nn.Module, name: str, like: torch.Tensor) -> None:
+        """No local of the caller's keeps the tensor, which is to move to its home in the pool."""
+        made = torch.empty(like.shape, dtype=like.dtype, device="cuda")
+        setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
 
     def begin_step(self, tokens: int) -> None:
         """Without tokens nothing is resolved."""

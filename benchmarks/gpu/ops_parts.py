@@ -68,7 +68,7 @@ def moves(rows: Rows) -> None:
     experts, expert_bytes = rows.pick(96, 12), 3 * MIB + 7 * 4096
     count = rows.pick(1000, 40)
     memory = CudaMemory()
-    tensor = ExpertTensor(memory, "experts", ExpertLayout(experts, expert_bytes))
+    tensor = ExpertTensor.allocated(memory, "experts", ExpertLayout(experts, expert_bytes))
     extents = tensor.layout.num_extents
     tensor.place(np.arange(extents) < extents // 2)
     weights = tensor.bytes()
@@ -131,7 +131,7 @@ def load(rows: Rows) -> None:
         before, tensors, held = memory.info(), [], []
         for layer in range(rows.pick(6, 2)):
             for name, expert in (("w13", 2 * matrix_bytes), ("w2", matrix_bytes)):
-                tensor = ExpertTensor(memory, f"{name} of layer {layer}", ExpertLayout(experts, expert))
+                tensor = ExpertTensor.allocated(memory, f"{name} of layer {layer}", ExpertLayout(experts, expert))
                 flat = tensor.bytes()
                 tensor.place(tensor.layout.holding(resident))
                 staging = torch.zeros(expert, dtype=torch.uint8)

@@ -67,6 +67,7 @@ SLOTS = Section(
     (
         Part("resolve", "slots_parts", 20, 60, 0.1, 1, "whether a layer can afford to resolve its slots: microseconds"),
         Part("fill", "slots_parts", 40, 90, 1.8, 2, "whether one kernel may both decide and copy: rates and bytes by size"),
+        Part("bring", "slots_parts", 20, 60, 0.4, 0.4, "how fast a layer comes into slots beside another kernel, and its cost"),
     ),
 )
 

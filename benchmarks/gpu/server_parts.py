@@ -1,7 +1,7 @@
 """Parts that serve a model through SGLang: ``benchmarks/serve.py`` on one checkpoint that is written on the spot.
 
 Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
-default, from two stream buffers; peers get as much more VRAM. The rows ``run`` and ``cell``
+default, into slots or through two stream buffers; what has no buffers gets as much more VRAM. The rows ``run`` and ``cell``
 of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables; the others are the figures that
 goals are judged by. With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that is
 ready for them.
@@ -89,10 +89,12 @@ class Served:
 
 
 PEERS = ("paged_experts", "cpu_offload_gb", "offloader_v2")
+WITHOUT = (*PEERS, "slots_only")
+"""Those that keep no stream buffers."""
 
 
 def with_stream_buffers(contender: Contender, **more: Any) -> Contender:
-    """The contender in the VRAM that this plugin's residents and stream buffers take."""
+    """The contender in the VRAM that this plugin's residents and stream buffers take, where it has no slots."""
 
     def flags(budget: Budget) -> Flags:
         buffers = MOST_BUFFERS / len(budget.model.moe_layers)
@@ -104,11 +106,11 @@ def with_stream_buffers(contender: Contender, **more: Any) -> Contender:
 WITHOUT_BUFFERS = replace(
     with_stream_buffers(CONTENDERS["slots_only"], expert_offload_stream_buffer_gb="0"),
     name="without_buffers",
-    what="this plugin, every row in VRAM a slot, those of the stream buffers too, so that no step streams",
+    what="this plugin, every row in VRAM a slot, and no step streams",
 )
 
 
-IN_A_SESSION = {each.name: each for each in (*(with_stream_buffers(CONTENDERS[name]) for name in PEERS), WITHOUT_BUFFERS)}
+IN_A_SESSION = {each.name: each for each in (*(with_stream_buffers(CONTENDERS[name]) for name in WITHOUT), WITHOUT_BUFFERS)}
 
 
 def add_contenders() -> None:
@@ -277,8 +279,8 @@ def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
     if slots is None:
         return
     rows.put("slots_filled", "GB", [slots["filled_bytes"] / 1e9], **labels)
-    for figure in ("hits", "fills", "bypasses", "kept"):
-        rows.put("slots_all", "activations" if figure != "kept" else "experts", [slots[figure]], figure=figure, **labels)
+    for figure in ("hits", "fills", "bypasses", "brought"):
+        rows.put("slots_all", "activations" if figure != "brought" else "experts", [slots[figure]], figure=figure, **labels)
     for point in row["points"]:
         if point["kind"] == "decode" and "slot_hits" in point:
             counts = {name: point[f"slot_{name}"] for name in ("hits", "fills", "bypasses")}
@@ -333,7 +335,7 @@ def check_slots(rows: Sequence[dict[str, Any]]) -> None:
         streams = row["contender"] != WITHOUT_BUFFERS.name
         slots = row["offload"]["slots"] or {"missing": "the model"}
         found = [f"{slots['missing']} has no slots"] if slots["missing"] else []
-        found += [f"no {name}" for name in ("hits", "fills", *(["kept"] if streams else [])) if not slots.get(name)]
+        found += [f"no {name}" for name in ("hits", "fills", *(["brought"] if streams else [])) if not slots.get(name)]
         late = any(point["error"] == serve_run.NO_TIME for point in row["points"])
         taken = any(took_from_slots(point, row["offload"]["offloaded_bytes"]) for point in row["points"])
         found += ["no prompt whose copies were taken from slots"] if streams and not late and not taken else []

@@ -24,6 +24,7 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "threshold": {f"{PACKAGE}/plan/streaming.py": ()},
     "counters": {KERNELS: ("uvm_count_routing_kernel",)},
     "slots": {KERNELS: ("uvm_resolve_slots_kernel", "uvm_begin_slots_kernel")},
+    "brought": {KERNELS: ("uvm_bring_slots_kernel", "uvm_fill_brought_kernel")},
     "read times": {KERNELS: ("uvm_time_reads_kernel",), f"{PACKAGE}/cuda/read_times.py": ()},
     "link": {KERNELS: ("uvm_read_kernel",), f"{PACKAGE}/cuda/link.py": ()},
 }

@@ -1,4 +1,4 @@
-"""Parts about the kernel that brings missed experts into rows of VRAM: what deciding costs, and how fast they come."""
+"""Parts about the kernels that bring experts into slots: what deciding costs, and how fast misses and whole layers come."""
 
 from __future__ import annotations
 
@@ -16,51 +16,59 @@ from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.staging import CudaStaging
-from sglang_uvm_offload.experts.tensor import ExpertTensor
-from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.memory.protocol import ManagedRange
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.slots import SlotLayer
-from sglang_uvm_offload.memory.staging import Part
+from sglang_uvm_offload.memory.staging import LINK_BLOCKS, Part
 from sglang_uvm_offload.policy.slot_policy import WHOLE
-from sglang_uvm_offload.routing.counts import SLOT_FILLS, Phase
+from sglang_uvm_offload.routing.counts import SLOT_BROUGHT, SLOT_FILLS, SLOT_HITS, Phase
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCK_M = 16
 
-# ---- nothing to fill ----
+# ---- deciding ----
 
 
 class Resolved:
-    """A step that resolves the slots of many layers, captured. Each expert that it uses is in a slot, so nothing is filled."""
+    """A step that resolves the slots of many layers, captured. The pool is full: each layer's first experts are in slots."""
 
     EXPERTS, TOP_K, ROW_BYTES = 256, 8, 64
 
     def __init__(self, batch: int, num_slots: int, layers: int):
-        self._batch, self._layers = batch, layers
+        self._batch, self._layers, self._num_slots = batch, layers, num_slots
         self._counters = CudaRoutingCounters(layers, self.EXPERTS)
-        self._rows = torch.zeros((self.EXPERTS + num_slots) * self.ROW_BYTES, dtype=torch.uint8, device="cuda")
-        served = SlotLayer([TensorRows(self._rows.data_ptr(), self.ROW_BYTES)], self.EXPERTS, num_slots)
-        self._slots = CudaSlots(self._counters, [served] * layers)
+        self._rows = torch.zeros((self.EXPERTS + layers * num_slots) * self.ROW_BYTES, dtype=torch.uint8, device="cuda")
+        served = SlotLayer([TensorRows(self._rows.data_ptr(), self.ROW_BYTES)], self.EXPERTS, 0, self.EXPERTS)
+        self._slots = CudaSlots(self._counters, [served] * layers, [layers * num_slots])
         self._slots.set_share(np.full((layers, self.EXPERTS), WHOLE, dtype=np.uint8))
         self._fill(num_slots)
-        ids = np.argsort(np.random.default_rng(batch).random((batch, num_slots)), axis=1)[:, : self.TOP_K].astype(np.int32)
-        used = np.unique(ids).astype(np.int32)
-        self._ids = torch.from_numpy(ids).cuda()
-        self._owners = torch.from_numpy(np.tile(used, (layers, 1))).cuda()
+        self._random = np.random.default_rng(batch)
+        self._ids = torch.zeros(batch, self.TOP_K, dtype=torch.int32, device="cuda")
+        self._owners = torch.full((layers, self.EXPERTS), -1, dtype=torch.int32, device="cuda")
         self._blocks = torch.zeros_like(self._owners)
-        self._padded = torch.tensor([used.size * BLOCK_M], dtype=torch.int32).cuda()
+        self._padded = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.use(num_slots)
         self._counters.begin_step(0, Phase.DECODE)
         self._graph = capture(self._forward)
 
     def _fill(self, num_slots: int) -> None:
-        """Slot after slot gets one of the first experts, in as many steps as the fills of a step allow."""
+        """Slot after slot gets one of each layer's first experts, in as many steps as the fills of a step allow."""
         ids = torch.arange(num_slots, dtype=torch.int32).view(-1, 8).cuda()
         nothing, none = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
         for _ in range(0, num_slots, 64):
             self.begin_step(len(ids))
             for layer in range(self._layers):
                 self._slots.resolve(layer, ids, nothing, none, BLOCK_M)
+
+    def use(self, experts: int) -> int:
+        """The next steps choose among the first ``experts`` at random. Returns how many they use."""
+        ids = np.argsort(self._random.random((self._batch, experts)), axis=1)[:, : self.TOP_K].astype(np.int32)
+        used = np.unique(ids).astype(np.int32)
+        self._ids.copy_(torch.from_numpy(ids))
+        self._owners[:, : used.size].copy_(torch.from_numpy(np.tile(used, (self._layers, 1))))
+        self._padded.copy_(torch.tensor([used.size * BLOCK_M], dtype=torch.int32))
+        return int(used.size)
 
     def begin_step(self, tokens: int) -> None:
         self._counters.begin_step(tokens, Phase.DECODE)
@@ -75,47 +83,72 @@ class Resolved:
         self.begin_step(self._batch)
         return elapsed_ms(self._graph.replay)
 
-    def fills(self) -> int:
+    def counted(self, kind: int) -> int:
+        """Of all decode steps, a kind of ``routing.counts``."""
         counted = self._counters.read().slots
         assert counted is not None
-        return int(counted[:, Phase.DECODE, SLOT_FILLS].sum())
+        return int(counted[:, Phase.DECODE, kind].sum())
 
 
 def resolve(rows: Rows) -> None:
-    """75 layers in one graph, all of whose experts are in slots: what deciding takes where nothing is to be brought."""
+    """75 layers in one graph: what deciding takes where all experts are in slots, and where the pool is full and some miss."""
     layers = rows.pick(75, 2)
     for num_slots in (64, 192):
         for batch in (1, 8, 64)[:: rows.pick(1, 2)]:
             if rows.late():
                 return
             step = Resolved(batch, num_slots, layers)
-            before = step.fills()
             labels = {"slots": num_slots, "batch": batch, "layers": layers}
-            times = [step.replay_ms() for _ in range(rows.pick(32, 3))][2:]
-            rows.put("resolve", "us a layer", [1e3 * ms / layers for ms in times], **labels)
-            begin = [elapsed_ms(partial(step.begin_step, batch)) for _ in range(rows.pick(20, 2))]
-            rows.put("begin_slots", "ms", begin, **labels)
-            if step.fills() != before:
-                raise AssertionError(f"{step.fills() - before} fills in steps whose experts were all in slots")
+            resolve_hits(rows, step, labels)
+            resolve_misses(rows, step, labels)
+
+
+def resolve_hits(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
+    before = step.counted(SLOT_FILLS)
+    times = [step.replay_ms() for _ in range(rows.pick(32, 3))][2:]
+    rows.put("resolve", "us a layer", [1e3 * ms / labels["layers"] for ms in times], **labels)
+    begin = [elapsed_ms(partial(step.begin_step, labels["batch"])) for _ in range(rows.pick(20, 2))]
+    rows.put("begin_slots", "ms", begin, **labels)
+    if (fills := step.counted(SLOT_FILLS) - before) != 0:
+        raise AssertionError(f"{fills} fills in steps whose experts were all in slots")
+
+
+def resolve_misses(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
+    """Each step uses any of the experts, and looks for victims in the pool of all layers. The rows are so small that their
+    copies take no time. Misses and fills are means of a layer."""
+    times, used, count = [], 0, rows.pick(32, 3)
+    before = [step.counted(kind) for kind in (SLOT_HITS, SLOT_FILLS)]
+    for _ in range(count):
+        used += step.use(Resolved.EXPERTS)
+        times.append(step.replay_ms())
+    hits, fills = (step.counted(kind) - first for kind, first in zip((SLOT_HITS, SLOT_FILLS), before, strict=True))
+    resolved = count * labels["layers"]
+    means = {"misses": round(used / count - hits / resolved, 2), "fills": round(fills / resolved, 2)}
+    rows.put("resolve_misses", "us a layer", [1e3 * ms / labels["layers"] for ms in times[2:]], **labels, **means)
+    if computes() and not fills:
+        raise AssertionError("no fills in steps that used any of the experts")
 
 
 # ---- fills ----
 
 
 class Filled:
-    """One tensor of offloaded experts and a slot for each, and the work of a step that misses some of them."""
+    """One tensor of offloaded experts and slots for ``most`` of them, and the work of steps that bring some."""
 
     def __init__(self, memory: CudaMemory, experts: int, expert_bytes: int, most: int):
-        layout = ExpertLayout(experts, expert_bytes, memory.block_bytes, most)
-        self.experts, self.nbytes = experts, expert_bytes
-        self._tensor = ExpertTensor(memory, "experts", layout)
-        self._tensor.place(np.zeros(layout.num_extents, dtype=bool))
-        self.rows = memory.tensor(self._tensor.managed)[: layout.range_bytes].view(experts + most, expert_bytes)
+        pool = ExpertPool(memory, 1, experts, [expert_bytes], most)
+        home = pool.vacant_home(0, expert_bytes)
+        assert home is not None
+        if home.layout.placeable:
+            home.place(np.zeros(home.layout.num_extents, dtype=bool))
+        pool.place_slots(most)
+        self.experts, self.first_slot, self.nbytes = experts, pool.first_slot(0), expert_bytes
+        self.rows = pool.rows_from(home)
         for expert in range(experts):
             self.rows[expert].copy_(torch.from_numpy(np.random.default_rng(expert).integers(0, 256, expert_bytes, "uint8")))
         self.counters = CudaRoutingCounters(1, experts)
-        served = SlotLayer([TensorRows(self._tensor.address, expert_bytes)], experts, most)
-        self._slots = CudaSlots(self.counters, [served])
+        served = SlotLayer([TensorRows(home.address, expert_bytes)], experts, 0, self.first_slot)
+        self._slots = CudaSlots(self.counters, [served], [most])
         self._slots.set_share(np.full((1, experts), WHOLE, dtype=np.uint8))
         self.scratch = torch.zeros(most, expert_bytes, dtype=torch.uint8, device="cuda")
         self._staging = CudaStaging(0, most * expert_bytes, 1)
@@ -142,11 +175,30 @@ class Filled:
     def wrong(self, first: int) -> int:
         """Of the experts of the last step, those whose slot holds other bytes, or that have none."""
         slots = self.blocks.tolist()
+        pairs = [(self.rows[row], self.rows[first + i]) for i, row in enumerate(slots)]
         if not computes():
-            pairs = [(self.rows[row].cpu(), self.rows[first + i].cpu()) for i, row in enumerate(slots)]
-        else:
-            pairs = [(self.rows[row], self.rows[first + i]) for i, row in enumerate(slots)]
-        return sum(row < self.experts or not torch.equal(*pair) for row, pair in zip(slots, pairs, strict=True))
+            pairs = [(row.cpu(), expert.cpu()) for row, expert in pairs]
+        return sum(row < self.first_slot or not torch.equal(*pair) for row, pair in zip(slots, pairs, strict=True))
+
+    def bring(self, blocks: int) -> Callable[[], None]:
+        """Brings all experts that fit into empty slots, from the next step on."""
+        self._slots.reset()
+        self.counters.begin_step(1, Phase.PREFILL)
+        self._slots.begin_step([1], brings=True)
+        self._slots.link_blocks = blocks
+
+        def bring() -> None:
+            self._slots.bring(0, None)
+            self._slots.await_brought()
+
+        return bring
+
+    def brought_wrong(self) -> int:
+        """Of all experts, as ``wrong``."""
+        self.blocks = torch.arange(self.experts, dtype=torch.int32).cuda()
+        padded = torch.tensor([self.experts * BLOCK_M], dtype=torch.int32).cuda()
+        self._slots.resolve(0, self.blocks.view(1, -1), self.blocks, padded, BLOCK_M)
+        return self.wrong(0)
 
     def copied(self, count: int, first: int) -> None:
         """By the project's kernel for streaming."""
@@ -193,7 +245,7 @@ def put_rate(rows: Rows, filled: Filled, count: int, way: str, times: list[float
 
 def where_slots_lie(rows: Rows, filled: Filled, mib: float) -> None:
     """The rows behind the experts are in VRAM if they are read like VRAM."""
-    slots, out = filled.rows[filled.experts :].view(torch.int32), filled.scratch.view(torch.int32)
+    slots, out = filled.rows[filled.first_slot :].view(torch.int32), filled.scratch.view(torch.int32)
     plain = torch.zeros_like(out)
     for what, source in (("slots", slots), ("plain VRAM", plain)):
         times = [elapsed_ms(partial(torch.bitwise_xor, source, 1, out=out)) for _ in range(rows.pick(12, 3))][2:]
@@ -223,7 +275,62 @@ def beside(rows: Rows, memory: CudaMemory) -> None:
         raise AssertionError(f"{wrong} slots hold other bytes, filled beside another kernel")
 
 
-PARTS = {each.__name__: each for each in (resolve, fill)}
+# ---- whole layers ----
+
+
+def bring(rows: Rows) -> None:
+    """A layer's experts brought into slots, by as many blocks of the kernel, alone and beside a kernel that is bound by VRAM:
+    their rate, and how much longer the other kernel takes. The copy kernel of the stream buffers for comparison."""
+    memory = CudaMemory()
+    source = torch.zeros(rows.pick(256 * MIB, MIB) // 4, dtype=torch.int32, device="cuda")
+    target, side = torch.zeros_like(source), torch.cuda.Stream()
+    work = Beside(partial(torch.add, source, 1, out=target))
+    for kib, experts in ((64, 8),) if rows.small else ((1536, 128), (6144, 32)):
+        filled = Filled(memory, experts, kib * KIB, experts)
+        labels, wrong, done = {"expert_mib": kib / KIB}, 0, 0
+        copies = [elapsed_ms(partial(filled.copied, experts, 0)) for _ in range(rows.pick(8, 3))][2:]
+        rows.put(
+            "bring", "GB/s", brought_rates(filled, copies), way="copy kernel", blocks=LINK_BLOCKS, beside="nothing", **labels
+        )
+        for blocks in (LINK_BLOCKS,) if rows.small else (8, LINK_BLOCKS, 32, 64):
+            if rows.late():
+                return
+            alone, crowded, alongside = [], [], []
+            for _ in range(rows.pick(8, 3)):
+                alone.append(elapsed_ms(filled.bring(blocks)))
+                wrong, done = wrong + filled.brought_wrong(), done + experts
+            work.last(alone[-1])
+            usual = [elapsed_ms(work.run) for _ in range(rows.pick(4, 2))]
+            for _ in range(rows.pick(8, 3)):
+                run, both = filled.bring(blocks), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                torch.cuda.synchronize()
+                with torch.cuda.stream(side):
+                    both[0].record()
+                    work.run()
+                    both[1].record()
+                crowded.append(elapsed_ms(run))
+                side.synchronize()
+                alongside.append(both[0].elapsed_time(both[1]))
+                wrong, done = wrong + filled.brought_wrong(), done + experts
+            way = {"way": "slots", "blocks": blocks, **labels}
+            rows.put("bring", "GB/s", brought_rates(filled, alone[2:]), beside="nothing", **way)
+            rows.put("bring", "GB/s", brought_rates(filled, crowded[2:]), beside="memory-bound", **way)
+            rows.put("bring_cost", "x", [ms / max(np.median(usual), 1e-3) for ms in alongside[2:]], **way)
+        rows.put("bring_wrong", "experts", [wrong], done=done, **labels)
+        counted = filled.counters.read().slots
+        assert counted is not None
+        if wrong or counted[0, Phase.PREFILL, SLOT_BROUGHT].sum() != done:
+            raise AssertionError(f"{wrong} of {done} slots hold other bytes than their experts, or not all were brought")
+        del filled, run
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def brought_rates(filled: Filled, times: list[float]) -> list[float]:
+    return [gb_per_s(filled.experts * filled.nbytes, ms) for ms in times]
+
+
+PARTS = {each.__name__: each for each in (resolve, fill, bring)}
 
 if __name__ == "__main__":
     if STAND_IN:

@@ -7,6 +7,7 @@ broken. Ranges are kept as small as the promise allows.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -260,6 +261,151 @@ def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:
             if rng.random() < 0.5:
                 seed += 1000
                 tensor.copy_(pattern(layout.nbytes, seed))
+
+
+def check_a_part_is_the_memory_of_its_allocation_in_a_storage_of_its_own(memory: Memory) -> None:
+    """Wherever it begins; only placing it needs a block."""
+    block = memory.block_bytes
+    it = memory.allocate(4 * block, "pool")
+    whole = memory.tensor(it)
+    whole.copy_(pattern(4 * block, 3))
+    for span in (Span(0, 4 * block), Span(block, 100), Span(3 * block - 10, block + 10)):
+        part = memory.part(it, span, "w13 of a layer")
+        tensor, other = memory.tensor(part), memory.tensor(part)
+        assert (part.address, part.nbytes, part.name) == (it.address + span.offset, span.nbytes, "w13 of a layer")
+        assert tensor.data_ptr() == tensor.untyped_storage().data_ptr() == other.data_ptr() == part.address
+        assert tensor.shape == (span.nbytes,)
+        assert tensor.untyped_storage().nbytes() == span.nbytes
+        assert torch.equal(tensor.cpu(), pattern(4 * block, 3)[span.offset : span.end])
+        tensor.copy_(pattern(span.nbytes, 4))
+        assert torch.equal(whole[span.offset : span.end].cpu(), pattern(span.nbytes, 4))
+        whole.copy_(pattern(4 * block, 3))
+        del tensor, other
+
+
+def check_a_part_outside_its_allocation_is_refused(memory: Memory) -> None:
+    block = memory.block_bytes
+    with managed(memory, 2 * block + 100, "pool") as it:
+        for span in (Span(-block, block), Span(0, 0), Span(block, -1), Span(block, block + 101), Span(3 * block, 1)):
+            assert "pool" in refuses(lambda span=span: memory.part(it, span, "w13"))
+    assert "pool" in refuses(lambda: memory.part(it, Span(0, block), "w13"))
+
+
+def check_a_part_goes_with_its_last_tensor_and_its_allocation_stays(memory: Memory) -> None:
+    block = memory.block_bytes
+    it = memory.allocate(2 * block, "pool")
+    kept = memory.tensor(it)
+    for _ in range(2):  # the same bytes may be a part again
+        part = memory.part(it, Span(block, block), "w13")
+        view = memory.tensor(part)[10:20]
+        gc.collect()
+        assert memory.holds(part)
+        view.copy_(pattern(10, 3))
+        del view
+        gc.collect()
+        assert not memory.holds(part)
+        assert memory.holds(it)
+        refuses(lambda part=part: memory.tensor(part))
+        assert torch.equal(kept[block + 10 : block + 20].cpu(), pattern(10, 3))
+
+
+def check_parts_of_the_same_bytes_live_apart(memory: Memory) -> None:
+    block = memory.block_bytes
+    it = memory.allocate(2 * block, "pool")
+    first, second = (memory.part(it, Span(0, block), name) for name in ("w13", "w2"))
+    one, other = memory.tensor(first), memory.tensor(second)
+    one.copy_(pattern(block, 5))
+    del one
+    gc.collect()
+    assert (memory.holds(first), memory.holds(second), memory.holds(it)) == (False, True, True)
+    assert torch.equal(other.cpu(), pattern(block, 5))
+    memory.free(second)
+    assert memory.holds(it)
+    assert torch.equal(other.cpu(), pattern(block, 5))
+
+
+def check_an_allocation_lives_as_long_as_any_tensor_over_it_or_a_part(memory: Memory) -> None:
+    block = memory.block_bytes
+    for order in itertools.permutations(("whole", "first", "second")):
+        it = memory.allocate(3 * block, "pool")
+        ranges = {
+            "whole": it,
+            "first": memory.part(it, Span(0, block), "first"),
+            "second": memory.part(it, Span(block, block), "second"),
+        }
+        tensors = {name: memory.tensor(ranges[name]) for name in reversed(order)}
+        for name in ("first", "second"):
+            tensors[name].copy_(pattern(block, len(name)))
+        for index, name in enumerate(order):
+            del tensors[name]
+            gc.collect()
+            assert memory.holds(it) == bool(tensors), (order, name)
+            assert not memory.holds(ranges[name]) or name == "whole"
+            for left in order[index + 1 :]:
+                assert memory.holds(ranges[left]), (order, name, left)
+                if left != "whole":
+                    assert torch.equal(tensors[left].cpu(), pattern(block, len(left))), (order, name, left)
+
+
+def check_a_part_alone_keeps_its_allocation(memory: Memory) -> None:
+    """Though no tensor was ever made over all of it."""
+    block = memory.block_bytes
+    it = memory.allocate(2 * block, "pool")
+    part, silent = memory.part(it, Span(block, block), "w13"), memory.part(it, Span(0, block), "w2")
+    tensor = memory.tensor(part)
+    gc.collect()
+    assert memory.holds(it)
+    tensor.copy_(pattern(block, 4))
+    assert torch.equal(memory.tensor(it)[block:].cpu(), pattern(block, 4))
+    assert memory.holds(it)
+    del tensor
+    gc.collect()
+    assert not any(memory.holds(each) for each in (it, part, silent))
+
+
+def check_parts_go_with_their_allocation_and_their_tensors_stay_valid(memory: Memory) -> None:
+    block = memory.block_bytes
+    it = memory.allocate(2 * block, "pool")
+    part, silent = memory.part(it, Span(block, block), "w13"), memory.part(it, Span(0, block), "w13")
+    tensor = memory.tensor(part)
+    tensor.copy_(pattern(block, 5))
+    memory.free(it)
+    for each in (part, silent):
+        assert not memory.holds(each)
+        for action in (
+            lambda each=each: memory.free(each),
+            lambda each=each: memory.tensor(each),
+            lambda each=each: memory.place(each, [Span(0, block)], HOST),
+        ):
+            assert "w13" in refuses(action)
+    others = [memory.allocate(2 * block, "another") for _ in range(3)]
+    assert all(it.address + 2 * block <= other.address or other.address + other.nbytes <= it.address for other in others)
+    for other in others:
+        memory.free(other)
+    assert torch.equal(tensor.cpu(), pattern(block, 5))
+
+
+def check_a_part_is_placed_and_found_like_a_range(memory: Memory) -> None:
+    """Its last block is short where more of the allocation follows: that is placed with it."""
+    block = memory.block_bytes
+    it = memory.allocate(6 * block, "pool")
+    memory.place(it, [Span(0, 6 * block)], HOST)
+    part = memory.part(it, Span(2 * block, 2 * block - 100), "w13")
+    refuses(lambda: memory.place(part, [Span(0, block), Span(block, block)], DEVICE))
+    memory.place(part, [Span(block, block - 100)], DEVICE)
+    for index, location in enumerate((HOST, HOST, HOST, DEVICE, HOST, HOST)):
+        expect_location(memory, it, [Span(index * block, block)], location)
+    expect_location(memory, part, [Span(0, block)], HOST)
+    expect_location(memory, part, [Span(block, block - 100)], DEVICE)
+    tensor = memory.tensor(part)
+    tensor.copy_(pattern(2 * block - 100, 6))
+    memory.place(part, [Span(0, 2 * block - 100)], DEVICE)
+    with memory.loading():
+        memory.populate(memory.part(it, Span(0, 2 * block), "w2"), [Span(0, 2 * block)])
+        memory.wait_until_populated(it.address)
+    memory.place(part, [Span(0, 2 * block - 100)], HOST)
+    expect_location(memory, it, [Span(0, 6 * block)], HOST)
+    assert torch.equal(tensor.cpu(), pattern(2 * block - 100, 6))
 
 
 def check_info_is_plausible(memory: Memory) -> None:

@@ -35,9 +35,9 @@ class CpuRoutingCounters:
         self._valid_rows, self._phase = 0, Phase.PREFILL
 
     def slot_counts(self) -> np.ndarray:
-        """int64 ``[layers, 2, 5, experts]``, for ``CpuSlots`` to add to; read as ``RoutingCounts.slots``."""
+        """int64 ``[layers, 2, 4, experts]``, for ``CpuSlots`` to add to; read as ``RoutingCounts.slots``."""
         if self._slots is None:
-            self._slots = np.zeros((self.num_layers, 2, 5, self.num_experts), dtype=np.int64)
+            self._slots = np.zeros((self.num_layers, 2, 4, self.num_experts), dtype=np.int64)
         return self._slots
 
     @property

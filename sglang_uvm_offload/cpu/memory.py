@@ -6,10 +6,9 @@ recorded for each block. Nothing is ever full.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,24 +16,40 @@ import numpy as np
 import torch
 
 from sglang_uvm_offload.memory.host_ram import host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, PAGE_BYTES, check_block, check_spans, round_up, whole_blocks
+from sglang_uvm_offload.memory.layout import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    check_block,
+    check_inside,
+    check_spans,
+    round_up,
+    whole_blocks,
+)
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
+
+_MAP_NORESERVE = 0x4000
+"""Of Linux's ``asm-generic/mman-common.h``; Python 3.11 does not name it."""
 
 UNSET, HOST, DEVICE = 0, 1, 2
 CODE = {Location.HOST: HOST, Location.DEVICE: DEVICE}
 
 
-class _Mapping(mmap.mmap):
-    """Anonymous memory that a weak reference can watch."""
+class _Bytes(np.ndarray):
+    """The bytes of a range, which its tensors hold and a weak reference can watch."""
+
+    whole: np.ndarray | None
+    """Of the allocation that the range is part of."""
 
 
 @dataclass(eq=False)
 class _Live:
-    """A live range: the last requested location of each block, and the mapping that its tensors hold."""
+    """A live range: the last requested location of each block, and the bytes that its tensors hold."""
 
     managed: ManagedRange
     placed: np.ndarray
-    mapping: weakref.ref[_Mapping]
+    held: Callable[[], _Bytes | None]
+    whole: ManagedRange | None = None
+    """The allocation that it is part of."""
 
 
 class EmulatedMemory:
@@ -45,33 +60,52 @@ class EmulatedMemory:
 
     def __init__(self, block_bytes: int = PAGE_BYTES) -> None:
         self.block_bytes = block_bytes
-        self._live: dict[int, _Live] = {}
-        self._without_tensor: dict[int, _Mapping] = {}
-        """By address: mappings that no tensor keeps alive yet."""
+        self._live: dict[ManagedRange, _Live] = {}
+        self._without_tensor: dict[ManagedRange, _Bytes] = {}
+        """The bytes of allocations that no tensor keeps alive yet."""
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
         if nbytes <= 0:
             raise ValueError(f"{name} has {nbytes} bytes")
         try:
-            # Private: pages of shared memory take the kernel longer to give.
-            mapping = _Mapping(-1, whole_blocks(nbytes) + BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Private: pages of shared memory take the kernel longer to give. Address space alone takes nothing.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            mapping = mmap.mmap(-1, whole_blocks(nbytes) + BLOCK_BYTES, flags=flags)
         except (OSError, OverflowError) as error:
             raise ManagedMemoryError("allocate", name, Span(0, nbytes), str(error)) from error
-        managed = ManagedRange(round_up(_address(mapping), BLOCK_BYTES), nbytes, name)
+        everything = np.frombuffer(mapping, dtype=np.uint8)
+        first = everything.ctypes.data
+        managed = ManagedRange(round_up(first, BLOCK_BYTES), nbytes, name)
         blocks = round_up(nbytes, self.block_bytes) // self.block_bytes
-        self._live[managed.address] = _Live(managed, np.full(blocks, UNSET, dtype=np.int8), weakref.ref(mapping))
-        self._without_tensor[managed.address] = mapping
+        begin = managed.address - first
+        held = _bytes(everything[begin : begin + nbytes], None)
+        self._live[managed] = _Live(managed, np.full(blocks, UNSET, dtype=np.int8), weakref.ref(held))
+        self._without_tensor[managed] = held
         return managed
 
+    def part(self, managed: ManagedRange, span: Span, name: str) -> ManagedRange:
+        placed = self._find(managed).placed
+        check_inside(managed, span)
+        part = ManagedRange(managed.address + span.offset, span.nbytes, name)
+        self._live[part] = _Live(part, placed[units_of(span, self.block_bytes)], lambda: None, managed)
+        return part
+
     def tensor(self, managed: ManagedRange) -> torch.Tensor:
+        return torch.frombuffer(self._held(managed), dtype=torch.uint8)
+
+    def _held(self, managed: ManagedRange) -> _Bytes:
         live = self._find(managed)
-        mapping = self._without_tensor.pop(managed.address, None)
-        if mapping is not None:  # the first tensor; each copy to a stream buffer takes another one
-            weakref.finalize(mapping, self._forget, managed.address).atexit = False
-        mapping = mapping or live.mapping()
-        assert mapping is not None, f"{managed.name} outlived its memory"
-        offset = managed.address - _address(mapping)
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=managed.nbytes, offset=offset)
+        held = live.held()
+        if held is None:
+            assert live.whole is not None, f"{managed.name} outlived its memory"
+            whole = self._held(live.whole)
+            begin = managed.address - live.whole.address
+            held = _bytes(whole[begin : begin + managed.nbytes], whole)
+            live.held = weakref.ref(held)
+        elif self._without_tensor.pop(managed, None) is None:  # another tensor; each copy of experts takes one
+            return held
+        weakref.finalize(held, self._forget, managed).atexit = False
+        return held
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         placed = self._find(managed).placed
@@ -98,26 +132,28 @@ class EmulatedMemory:
 
     def free(self, managed: ManagedRange) -> None:
         self._find(managed)
-        self._forget(managed.address)
+        self._forget(managed)
 
     def holds(self, managed: ManagedRange) -> bool:
-        live = self._live.get(managed.address)
-        return live is not None and live.managed is managed
+        return managed in self._live
 
     def info(self) -> MemoryInfo:
         """VRAM is host RAM here: the free VRAM is the free host RAM, and the total adds the blocks placed in VRAM."""
         host = host_available()
-        used = sum(int((live.placed == DEVICE).sum()) for live in list(self._live.values())) * self.block_bytes
+        allocations = [live for live in list(self._live.values()) if live.whole is None]
+        used = sum(int((live.placed == DEVICE).sum()) for live in allocations) * self.block_bytes
         return MemoryInfo(host, host + used, host)
 
     def _find(self, managed: ManagedRange) -> _Live:
         if not self.holds(managed):
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
-        return self._live[managed.address]
+        return self._live[managed]
 
-    def _forget(self, address: int) -> None:
-        self._live.pop(address, None)
-        self._without_tensor.pop(address, None)
+    def _forget(self, managed: ManagedRange) -> None:
+        self._live.pop(managed, None)
+        self._without_tensor.pop(managed, None)
+        for part in [live.managed for live in list(self._live.values()) if live.whole is managed]:
+            self._live.pop(part, None)
 
 
 def units_of(span: Span, unit: int) -> slice:
@@ -125,5 +161,7 @@ def units_of(span: Span, unit: int) -> slice:
     return slice(span.offset // unit, -(-span.end // unit))
 
 
-def _address(mapping: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+def _bytes(array: np.ndarray, whole: np.ndarray | None) -> _Bytes:
+    held = array.view(_Bytes)
+    held.whole = whole
+    return held

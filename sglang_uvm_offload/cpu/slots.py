@@ -10,25 +10,32 @@ import torch
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
-from sglang_uvm_offload.policy.slot_policy import EMPTY, TAIL, Resolved, SlotPolicy, Tails
-from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, SLOT_KEPT, SLOT_STREAMED, SLOT_TOKENS, Phase
+from sglang_uvm_offload.policy.slot_policy import EMPTY, TAIL, Resolved, SlotPolicy, SlotPool, Tails
+from sglang_uvm_offload.routing.counts import SLOT_BROUGHT, SLOT_FILLS, SLOT_HITS, SLOT_TOKENS, Phase
 
 
 class CpuSlots:
-    """``layers``: None for a layer without slots. All others have as many."""
+    """``layers``: None for a layer without slots. ``slots``: of each pool."""
 
-    def __init__(self, counters: CpuRoutingCounters, layers: Sequence[SlotLayer | None]):
+    def __init__(self, counters: CpuRoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]):
         self._counters = counters
         self._layers = layers
         width = counters.num_experts
         present = np.array([np.arange(width) < (layer.num_experts if layer else 0) for layer in layers])
         self._share: np.ndarray = np.zeros(present.shape, dtype=np.int64)
-        (slots,) = {layer.num_slots for layer in layers if layer}
-        self.policy = SlotPolicy(present, slots)
+        pools = [
+            SlotPool([at for at, layer in enumerate(layers) if layer and layer.pool == pool], count)
+            for pool, count in enumerate(slots)
+        ]
+        self.policy = SlotPolicy(present, pools)
         self._ends: Sequence[int] = ()
+        self._brings = False
+        self._came = np.zeros(present.shape, dtype=bool)
+        """Whether an expert was brought for the last step for which any were."""
 
-    def begin_step(self, ends: Sequence[int] | None = None) -> None:
+    def begin_step(self, ends: Sequence[int] | None = None, *, brings: bool = False) -> None:
         self.policy.begin_step()
+        self._brings = brings
         if ends is not None:
             self._ends = ends[-MAX_REQUESTS:]
 
@@ -41,27 +48,33 @@ class CpuSlots:
         tokens = np.bincount(routed[(routed >= 0) & (routed < mine.num_experts)], minlength=self._share.shape[1])
         if phase is Phase.DECODE:
             rows = slice(layer, layer + 1)
-            resolved = self.policy.resolve(tokens[None] > 0, self._share[rows], rows)
+            resolved = self.policy.resolve(tokens[None] > 0, self._share[rows], rows, fill=not self._brings)
         else:
             resolved = self._resolve_prefill(layer, ids[:valid], tokens > 0)
         counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
-        counts[SLOT_TOKENS] += tokens * resolved.hit[0]
-        counts[SLOT_HITS] += resolved.hit[0]
-        self._fill(mine, resolved, [row.address for row in mine.rows], counts[SLOT_FILLS])
+        held = resolved.hit[0] & ~self._came[layer] if self._brings else resolved.hit[0]
+        counts[SLOT_TOKENS] += tokens * held
+        if not self._brings:
+            counts[SLOT_HITS] += held
+        self._fill(mine, [(expert, slot) for _, expert, slot in resolved.fills], counts[SLOT_FILLS])
         used = blocks[: int(padded[0]) // block_size]
         slot_of = torch.from_numpy(self.policy.slot_of[layer])
         slots = torch.where(used >= 0, slot_of[used.clamp(min=0).long()], EMPTY)
-        used.copy_(torch.where(slots != EMPTY, mine.num_experts + slots, used))
+        used.copy_(torch.where(slots != EMPTY, mine.first_slot + slots, used))
 
-    def keep(self, layer: int, ids: torch.Tensor, copies: Sequence[int]) -> None:
+    def may_bring(self) -> bool:
+        return True
+
+    def bring(self, layer: int, beside: int | None) -> None:
         valid, phase = self._counters.step
         mine = self._layers[layer]
         if valid and mine is not None:
-            counts: np.ndarray = self._counters.slot_counts()[layer, int(phase)]
-            offloaded = self.policy.present[layer] & (self._share[layer] > 0)
-            counts[SLOT_STREAMED] += offloaded & (self.policy.slot_of[layer] == EMPTY)
-            resolved = self._resolve_prefill(layer, ids[:valid], np.zeros(self._share.shape[1], dtype=bool))
-            self._fill(mine, resolved, copies, counts[SLOT_KEPT])
+            self._came[layer] = self.policy.present[layer] & (self._share[layer] > 0) & (self.policy.slot_of[layer] == EMPTY)
+            fills = self.policy.bring(layer, self._share[layer], beside)
+            self._fill(mine, fills, self._counters.slot_counts()[layer, int(phase), SLOT_BROUGHT])
+
+    def await_brought(self) -> None:
+        """Everything has come."""
 
     def _resolve_prefill(self, layer: int, ids: torch.Tensor, read: np.ndarray) -> Resolved:
         mine, rows = self._layers[layer], slice(layer, layer + 1)
@@ -69,18 +82,14 @@ class CpuSlots:
         tails = Tails.of(ids.numpy(), self._ends, mine.num_experts)
         beside = self._share.shape[1] - mine.num_experts
         tails = Tails(np.pad(tails.distance, (0, beside), constant_values=TAIL)[None], np.pad(tails.rate, (0, beside))[None])
-        return self.policy.resolve_prefill(read[None], tails, self._share[rows], rows)
+        return self.policy.resolve_prefill(read[None], tails, self._share[rows], rows, fill=not self._brings)
 
     @staticmethod
-    def _fill(layer: SlotLayer, resolved: Resolved, copies: Sequence[int], counts: np.ndarray) -> None:
-        for _, expert, slot in resolved.fills:
+    def _fill(layer: SlotLayer, fills: Sequence[tuple[int, int]], counts: np.ndarray) -> None:
+        for expert, slot in fills:
             counts[expert] += 1
-            for (address, nbytes), copy in zip(layer.rows, copies, strict=True):
-                ctypes.memmove(address + (layer.num_experts + slot) * nbytes, copy + expert * nbytes, nbytes)
-
-    def slot_of(self, layer: int) -> torch.Tensor | None:
-        mine = self._layers[layer]
-        return None if mine is None else torch.from_numpy(self.policy.slot_of[layer, : mine.num_experts] + 1).int()
+            for address, nbytes in layer.rows:
+                ctypes.memmove(address + (layer.first_slot + slot) * nbytes, address + expert * nbytes, nbytes)
 
     def reset(self) -> None:
         self.policy.reset()

@@ -24,19 +24,10 @@ class CpuStaging:
     def begin_step(self) -> None:
         """All that was launched is over."""
 
-    def copy(
-        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
-    ) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part], in_vram: Sequence[np.ndarray] = ()) -> None:
         for part in parts:
-            source = self._memory.tensor(part.managed)
             target = self.buffers[buffer][part.offset : part.offset + part.nbytes]
-            if slots is None:
-                target.copy_(source[: part.nbytes])
-                continue
-            whole = source.numel() // part.expert_bytes
-            rows = source[: whole * part.expert_bytes].view(whole, part.expert_bytes)
-            experts = torch.arange(len(slots))
-            target.copy_(rows[torch.where(slots > 0, len(slots) + slots - 1, experts)].view(-1))
+            target.copy_(self._memory.tensor(part.managed)[: part.nbytes])
 
     def acquire(self, buffer: int) -> None:
         """The copy is over."""

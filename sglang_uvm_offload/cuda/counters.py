@@ -33,9 +33,9 @@ class CudaRoutingCounters:
         """The stream of the last step; the caller of ``read_async`` may use another one."""
 
     def slot_counts(self) -> torch.Tensor:
-        """int64 ``[layers, 2, 5, experts]``, for ``CudaSlots`` to add to; read as ``RoutingCounts.slots``."""
+        """int64 ``[layers, 2, 4, experts]``, for ``CudaSlots`` to add to; read as ``RoutingCounts.slots``."""
         if self._slots is None:
-            self._slots = torch.zeros(self.num_layers, 2, 5, self.num_experts, dtype=torch.int64).to(self._counts.device)
+            self._slots = torch.zeros(self.num_layers, 2, 4, self.num_experts, dtype=torch.int64).to(self._counts.device)
             self._snapshots.append(torch.zeros_like(self._slots))
         return self._slots
 

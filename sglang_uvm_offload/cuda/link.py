@@ -93,7 +93,7 @@ class CudaLinkTimer:
         stream, target = self._stream(), self._target.data_ptr()
 
         def copy(source: int, size: int) -> None:
-            part = (source, target, size, size, None)
+            part = (source, target, size)
             self._ops.copy_layer(self._device, [part], NONE_IN_VRAM, (LINK_BLOCKS, VRAM_BLOCKS), self._words, stream, stream)
 
         return self._copying(nbytes, copy)

@@ -24,7 +24,7 @@ from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.read_times import PLAIN_BYTES, ReadTimes
 from sglang_uvm_offload.cuda.structs import CudaFailure
 from sglang_uvm_offload.memory.host_ram import HOST_LEFT_BYTES, host_available
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_spans, whole_blocks
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches, check_block, check_inside, check_spans, whole_blocks
 from sglang_uvm_offload.memory.populating import Populating
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 from sglang_uvm_offload.units import size
@@ -38,7 +38,9 @@ LOOK_BYTES = 48 << 20
 class _Owner:
     """Keeps a range alive: torch reads the address here, and holds this object while a tensor over the range lives."""
 
-    def __init__(self, managed: ManagedRange):
+    def __init__(self, managed: ManagedRange, whole: _Owner | None):
+        """``whole``: of the allocation that the range is part of."""
+        self.whole = whole
         self.__cuda_array_interface__ = {
             "shape": (managed.nbytes,),
             "typestr": "|u1",
@@ -53,6 +55,8 @@ class _Live:
 
     managed: ManagedRange
     owner: Callable[[], _Owner | None]
+    whole: ManagedRange | None = None
+    """The allocation that it is part of."""
 
 
 class CudaMemory:
@@ -69,9 +73,9 @@ class CudaMemory:
         self.device = device
         self._ops = device_ops(device)
         self._process = os.getpid()
-        self._live: dict[int, _Live] = {}
-        self._bases: dict[int, int] = {}
-        """By address: the base pointer for the driver's free. A range freed under a live tensor is here, not in ``_live``."""
+        self._live: dict[ManagedRange, _Live] = {}
+        self._bases: dict[ManagedRange, int] = {}
+        """The base pointer for the driver's free. An allocation freed under a live tensor is here, not in ``_live``."""
         self._populating: Populating | None = None
         """While a model loads."""
         self._unseen_bytes = 0
@@ -104,19 +108,29 @@ class CudaMemory:
         except CudaFailure as failure:
             raise failure.on(name, Span(0, nbytes)) from failure
         managed = ManagedRange(address, nbytes, name)
-        self._live[address] = _Live(managed, lambda: None)
-        self._bases[address] = base
+        self._bases[managed] = base
+        self._live[managed] = _Live(managed, lambda: None)
         return managed
 
+    def part(self, managed: ManagedRange, span: Span, name: str) -> ManagedRange:
+        self._find(managed)
+        check_inside(managed, span)
+        part = ManagedRange(managed.address + span.offset, span.nbytes, name)
+        self._live[part] = _Live(part, lambda: None, managed)
+        return part
+
     def tensor(self, managed: ManagedRange) -> torch.Tensor:
+        return torch.as_tensor(self._owner_of(managed), device=f"cuda:{self.device}")
+
+    def _owner_of(self, managed: ManagedRange) -> _Owner:
         live = self._find(managed)
         owner = live.owner()
         if owner is None:
-            owner = _Owner(managed)
+            owner = _Owner(managed, None if live.whole is None else self._owner_of(live.whole))
             live.owner = weakref.ref(owner)
             # Not at exit: tensors in globals outlive the exit handlers, and the driver frees everything with the process.
             weakref.finalize(owner, self._last_tensor_gone, managed).atexit = False
-        return torch.as_tensor(owner, device=f"cuda:{self.device}")
+        return owner
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         self._find(managed)
@@ -146,10 +160,13 @@ class CudaMemory:
             return
         check_spans(managed, spans, BLOCK_BYTES)
         self._populating.check()
+        # Advice splits the driver's range, which copies an entry for each block above (``uvm_va_range_split_blocks``): from the
+        # highest span down, only the first one has all of the allocation above it.
+        downwards = list(reversed(spans))
         try:
-            self._ops.prefer_host(self.device, managed.address, [_whole(span) for span in spans], self._caller())
+            self._ops.prefer_host(self.device, managed.address, [_whole(span) for span in downwards], self._caller())
         except CudaFailure as failure:
-            raise _failed_on(failure, managed, spans, Location.HOST) from failure
+            raise _failed_on(failure, managed, downwards, Location.HOST) from failure
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
@@ -169,9 +186,9 @@ class CudaMemory:
         if populating is None:
             return
         if address is None:
-            populating.wait()
-        elif (live := self._live.get(address)) is not None:
-            populating.wait_for(live.managed)
+            return populating.wait()
+        for managed in [each for each in list(self._live) if each.address == address]:
+            populating.wait_for(managed)
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         owners = [self._find(managed).owner() for managed, _ in blocks]
@@ -187,13 +204,12 @@ class CudaMemory:
     def free(self, managed: ManagedRange) -> None:
         """Tensors over the range stay valid: the driver frees it with the last of them, at once if there is none."""
         live = self._find(managed)
-        del self._live[managed.address]
+        self._forget(managed)
         if live.owner() is None:
             self._give_back(managed)
 
     def holds(self, managed: ManagedRange) -> bool:
-        live = self._live.get(managed.address)
-        return live is not None and live.managed is managed
+        return managed in self._live
 
     def info(self) -> MemoryInfo:
         try:
@@ -216,21 +232,27 @@ class CudaMemory:
     def _find(self, managed: ManagedRange) -> _Live:
         if not self.holds(managed):
             raise ValueError(f"{managed.name} is not (or no longer) managed by this memory")
-        return self._live[managed.address]
+        return self._live[managed]
+
+    def _forget(self, managed: ManagedRange) -> None:
+        """With its parts."""
+        live = self._live.pop(managed, None)
+        if live is not None and live.whole is None:
+            for part in [each.managed for each in list(self._live.values()) if each.whole is managed]:
+                self._live.pop(part, None)
 
     def _caller(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def _last_tensor_gone(self, managed: ManagedRange) -> None:
-        if self.holds(managed):
-            del self._live[managed.address]
+        self._forget(managed)
         self._give_back(managed)
 
     def _give_back(self, managed: ManagedRange) -> None:
+        """Of a part nothing: the allocation has it."""
         # A forked child has the tensors but not the GPU: the range belongs to its parent.
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or (base := self._bases.pop(managed, None)) is None:
             return
-        base = self._bases.pop(managed.address)
         try:
             self._ops.free(self.device, base)
         except CudaFailure as failure:
@@ -239,7 +261,8 @@ class CudaMemory:
 
 def _failed_on(failure: CudaFailure, managed: ManagedRange, spans: Sequence[Span], location: Location) -> ManagedMemoryError:
     """``failure`` of a call that was to bring ``spans`` there. One that names no span concerns them all."""
-    everything = Span(spans[0].offset, spans[-1].end - spans[0].offset)
+    begin, end = min(span.offset for span in spans), max(span.end for span in spans)
+    everything = Span(begin, end - begin)
     span = everything if failure.span is None else spans[failure.span]
     return failure.on(managed.name, span, f"{failure.call} to {location.value}")
 

@@ -30,7 +30,7 @@ from sglang_uvm_offload.cuda.structs import (
     _Span,
 )
 from sglang_uvm_offload.memory.protocol import Location, Span
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, MAX_TENSORS
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_REQUESTS, MAX_TENSORS
 
 _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
@@ -47,6 +47,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_begin_slots": [c_void_p, c_void_p],
     "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_void_p],
+    "uvm_bring_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, c_int, c_void_p, c_void_p, c_void_p],
+    "uvm_fill_brought": [c_int, POINTER(_Rows), c_int, c_void_p, c_int, c_void_p],
     "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
@@ -87,7 +89,8 @@ class CudaOps:
         self.max_copies: int = self._lib.uvm_max_copies()
         """The most tensors that one ``copy_layer`` copies."""
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
-        assert self._lib.uvm_max_requests() == MAX_REQUESTS
+        assert (self._lib.uvm_max_pool_experts(), self._lib.uvm_max_requests()) == (MAX_POOL_EXPERTS, MAX_REQUESTS)
+        self.pool_chunk: int = self._lib.uvm_pool_chunk()
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
 
@@ -134,18 +137,17 @@ class CudaOps:
     def copy_layer(
         self,
         device: int,
-        parts: Sequence[tuple[int, int, int, int, int | None]],
+        parts: Sequence[tuple[int, int, int]],
         in_vram: np.ndarray,
         blocks: tuple[int, int],
         claimed: torch.Tensor,
         caller: int,
         stream: int,
     ) -> None:
-        """Copy ``parts`` (address of the source, of the target, bytes; bytes of an expert, and the address of its layer's
-        ``SlotState.slot_of`` or None), in the order of ``stream``, by a kernel that reads each byte wherever it lies. The first
-        two are multiples of 16. ``in_vram`` ``bool[n]``: the first blocks of 2 MiB of the sources, one source after the other,
-        that are in VRAM. ``blocks``: the most of the kernel that read over the link, and that read VRAM. ``claimed``: int32
-        ``[2]`` in VRAM, used by no other copy under way."""
+        """Copy ``parts`` (address of the source, of the target, bytes), in the order of ``stream``, by a kernel that reads each
+        byte wherever it lies. Addresses are multiples of 16. ``in_vram`` ``bool[n]``: the first blocks of 2 MiB of the sources,
+        one source after the other, that are in VRAM. ``blocks``: the most of the kernel that read over the link, and that read
+        VRAM. ``claimed``: int32 ``[2]`` in VRAM, used by no other copy under way."""
         array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
         bits, count = np.packbits(in_vram, bitorder="little").tobytes(), len(in_vram)
         self._call("uvm_copy_layer", device, array, len(parts), bits, count, *blocks, claimed.data_ptr(), caller, stream)
@@ -221,29 +223,33 @@ class CudaOps:
         """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, and rewrite ``blocks``, the expert of
         each ``block_size`` of ``padded[0]`` rows. Both are int32."""
         for name, tensor in (("blocks", blocks), ("padded", padded)):
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.owner.device:
-                raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.owner.device}")
-        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size
-        self._resolve_slots(state, state.in_place, table, ids, how, step)
-
-    def keep_in_slots(
-        self, state: SlotState, table: torch.Tensor, ids: torch.Tensor, copies: Sequence[int], step: SlotStep
-    ) -> None:
-        """Fill slots of a layer that computes ``ids[rows, top_k]`` from copies of its experts, which have their rows at the
-        addresses ``copies``."""
-        self._resolve_slots(state, state.rows_from(copies), table, ids, (None, 0, None, 1), step)
-
-    def _resolve_slots(
-        self, state: SlotState, rows: _Rows, table: torch.Tensor, ids: torch.Tensor, how: tuple[object, ...], step: SlotStep
-    ) -> None:
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.fills.device:
+                raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.fills.device}")
         if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
         _check_control(step.control)
         if step.ends.dtype != torch.int32 or step.ends.shape != (1 + MAX_REQUESTS,) or not step.ends.is_contiguous():
             raise ValueError(f"ends are {step.ends.dtype} {tuple(step.ends.shape)}, not contiguous int32 [{1 + MAX_REQUESTS}]")
         routed = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
+        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size, step.brings
         routing = _Routing(*routed, *how, step.control.data_ptr(), step.ends.data_ptr())
-        self._call("uvm_resolve_slots", state.pointers, rows, table.data_ptr(), routing, _stream(ids))
+        self._call("uvm_resolve_slots", state.pointers, state.tensors, table.data_ptr(), routing, _stream(ids))
+
+    def bring_slots(
+        self, state: SlotState, table: torch.Tensor, beside: int, control: torch.Tensor, brought: torch.Tensor
+    ) -> None:
+        """Choose slots for all offloaded experts of a layer, and note them in ``brought`` (int32 ``[1 + 2 * MAX_EXPERTS]``).
+        The pool's layer ``beside`` (-1: none) loses none."""
+        _check_control(control)
+        if brought.dtype != torch.int32 or brought.shape != (1 + 2 * MAX_EXPERTS,) or not brought.is_contiguous():
+            raise ValueError(f"brought is {brought.dtype} {tuple(brought.shape)}, not contiguous int32 [{1 + 2 * MAX_EXPERTS}]")
+        given = table.data_ptr(), beside, control.data_ptr(), brought.data_ptr()
+        self._call("uvm_bring_slots", state.pointers, state.tensors, *given, _stream(brought))
+
+    def fill_brought(self, state: SlotState, brought: torch.Tensor, blocks: int, stream: int) -> None:
+        """Copy what ``bring_slots`` chose, in the order of ``stream``, which must come after it. By ``blocks`` of a kernel."""
+        device, first = brought.device.index, state.first_slot
+        self._call("uvm_fill_brought", device, state.tensors, first, brought.data_ptr(), blocks, stream)
 
     def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
         """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""

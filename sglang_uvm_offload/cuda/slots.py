@@ -13,42 +13,54 @@ import torch
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.ops import device_ops
-from sglang_uvm_offload.cuda.structs import SlotState, SlotStep
-from sglang_uvm_offload.memory.slots import MAX_REQUESTS, SlotLayer
-from sglang_uvm_offload.policy.slot_policy import assumed_counts
+from sglang_uvm_offload.cuda.structs import ENDS_PROCESS, CudaFailure, PoolState, SlotState, SlotStep
+from sglang_uvm_offload.memory.protocol import Span
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, SlotLayer
+from sglang_uvm_offload.memory.staging import LINK_BLOCKS
+from sglang_uvm_offload.policy.slot_policy import NOT_HELD, assumed_counts
+
+_TAKEN_BYTES = 16
+"""An int32, and what aligns the next pool."""
 
 
 class CudaSlots:
-    """``layers``: None for a layer without slots."""
+    """``layers``: None for a layer without slots. ``slots``: of each pool."""
 
-    def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None]):
+    def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]):
         device = counters.control.device
         self._ops = device_ops(device.index)
         self._step = SlotStep(counters.control, torch.zeros(1 + MAX_REQUESTS, dtype=torch.int32).to(device))
-        self._layers = layers
+        self._share = torch.zeros(len(layers), counters.num_experts, dtype=torch.uint8).to(device)
+        served = [[(i, layer) for i, layer in enumerate(layers) if layer and layer.pool == pool] for pool in range(len(slots))]
+        shapes = [(len(each), _width([layer for _, layer in each], self._ops.pool_chunk)) for each in served]
+        self._nothing = _nothing_held(shapes).to(device)
+        self._held = self._nothing.clone()
+        """What slots hold: the state of all pools."""
         self._states: dict[int, SlotState] = {}
-        width, most = counters.num_experts, max((layer.num_slots for layer in layers if layer), default=0)
-        self._share = torch.zeros(len(layers), width, dtype=torch.uint8).to(device)
-        self._held = torch.zeros(len(layers), width + most, dtype=torch.int32).to(device)
-        """What slots hold: of each layer ``SlotState.slot_of``, then ``owner``."""
-        self._nothing = self._held.clone()
         counts = counters.slot_counts()
-        for index, layer in enumerate(layers):
-            if layer is not None:
-                self._states[index] = self._state(layer, self._held[index], self._share[index], counts[index])
+        for pool, each in zip(_pools(self._held, shapes, slots), served, strict=True):
+            for at, (i, layer) in enumerate(each):
+                self._states[i] = self._state(layer, pool, at, self._share[i], counts[i])
         events, uses = assumed_counts()
         start = np.concatenate([[0], events, uses, np.zeros_like(events)]).astype(np.int32)
         self._table = torch.from_numpy(start).to(device)
         self._ops.check_slot_table(self._table)
+        self._brought = torch.zeros(1 + 2 * MAX_EXPERTS, dtype=torch.int32).to(device)
+        """The experts that were brought last, and their slots: read by the copy until it is awaited."""
+        self.link_blocks = LINK_BLOCKS
+        # As for stream buffers, of a high priority: the few blocks of a copy start when some block of another kernel ends.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def _state(self, layer: SlotLayer, held: torch.Tensor, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
-        experts = layer.num_experts
-        known = torch.zeros(5, experts, dtype=torch.int32).to(share.device)
+    def _state(self, layer: SlotLayer, pool: PoolState, at: int, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
+        known = torch.zeros(5, layer.num_experts, dtype=torch.int32).to(share.device)
         work = torch.zeros(2 + 1 + 2 * self._ops.max_fills, dtype=torch.int32).to(share.device)
         return SlotState(
             rows=list(layer.rows),
-            slot_of=held[:experts],
-            owner=held[experts : experts + layer.num_slots],
+            num_experts=layer.num_experts,
+            pool=pool,
+            at=at,
+            first_slot=layer.first_slot,
             last=known[0],
             lately=known[1],
             long=known[2],
@@ -56,34 +68,84 @@ class CudaSlots:
             turn=work[:2],
             fills=work[2:],
             share=share,
+            came=torch.zeros(layer.num_experts, dtype=torch.uint8).to(share.device),
             counts=counts,
         )
 
-    def begin_step(self, ends: Sequence[int] | None = None) -> None:
+    def begin_step(self, ends: Sequence[int] | None = None, *, brings: bool = False) -> None:
         if ends is not None:
             last = ends[-MAX_REQUESTS:]
             _send([len(last), *last], self._step.ends)
+        self._step = self._step._replace(brings=brings)
         self._ops.begin_slots(self._table)
 
     def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         state = self._states.get(layer)
         if state is not None and ids.numel():
-            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, self._step)
+            # A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing.
+            step = self._step._replace(brings=False) if self._step.brings and not self.may_bring() else self._step
+            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, step)
 
-    def keep(self, layer: int, ids: torch.Tensor, copies: Sequence[int]) -> None:
-        state = self._states.get(layer)
-        if state is not None and ids.numel():
-            self._ops.keep_in_slots(state, self._table, ids, copies, self._step)
+    def may_bring(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing()
 
-    def slot_of(self, layer: int) -> torch.Tensor | None:
-        state = self._states.get(layer)
-        return None if state is None else state.slot_of
+    def bring(self, layer: int, beside: int | None) -> None:
+        state = self._states[layer]
+        other = None if beside is None else self._states.get(beside)
+        kept = other.at if other is not None and other.pool is state.pool else -1
+        try:
+            self._ops.bring_slots(state, self._table, kept, self._step.control, self._brought)
+            self._stream.wait_stream(torch.cuda.current_stream(self._brought.device))
+            self._fill_brought(state)
+        except CudaFailure as failure:
+            raise failure.on(f"the experts of layer {layer}", Span(0, 0)) from failure
+
+    def _fill_brought(self, state: SlotState) -> None:
+        try:
+            self._ops.fill_brought(state, self._brought, self.link_blocks, self._stream.cuda_stream)
+        except CudaFailure as failure:
+            if failure.error not in ENDS_PROCESS:
+                self.reset()  # the slots that were chosen hold other bytes
+            raise
+
+    def await_brought(self) -> None:
+        torch.cuda.current_stream(self._brought.device).wait_stream(self._stream)
 
     def reset(self) -> None:
         self._held.copy_(self._nothing)
 
     def set_share(self, share: np.ndarray) -> None:
         _send(share, self._share)
+
+
+def _width(layers: Sequence[SlotLayer], chunk: int) -> int:
+    """Of ``PoolState``."""
+    most = max((layer.num_experts for layer in layers), default=0)
+    return -(-most // chunk) * chunk
+
+
+def _nothing_held(shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """uint8, on the CPU: what pools hold at first, whose ``worth`` have these ``shapes``."""
+    held = torch.zeros(sum(map(_pool_bytes, shapes)), dtype=torch.uint8)
+    for pool in _pools(held, shapes, [0] * len(shapes)):
+        pool.worth.fill_(NOT_HELD)
+    return held
+
+
+def _pools(held: torch.Tensor, shapes: Sequence[tuple[int, int]], slots: Sequence[int]) -> list[PoolState]:
+    """The pools whose state lies in ``held``."""
+    parts = held.split(list(map(_pool_bytes, shapes)))
+    return [_pool(*each) for each in zip(parts, shapes, slots, strict=True)]
+
+
+def _pool(held: torch.Tensor, shape: tuple[int, int], slots: int) -> PoolState:
+    experts = shape[0] * shape[1]
+    worth, slot_of, taken = held.split([experts, 4 * experts, _TAKEN_BYTES])
+    return PoolState(slots, worth.view(shape), slot_of.view(torch.int32).view(shape), taken.view(torch.int32)[:1])
+
+
+def _pool_bytes(shape: tuple[int, int]) -> int:
+    return 5 * shape[0] * shape[1] + _TAKEN_BYTES
 
 
 def _send(values: np.ndarray | Sequence[int], target: torch.Tensor) -> None:

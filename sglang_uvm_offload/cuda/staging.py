@@ -36,11 +36,9 @@ class CudaStaging:
     def begin_step(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(
-        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
-    ) -> None:
-        first, slot_of = self.buffers[buffer].data_ptr(), None if slots is None else slots.data_ptr()
-        copies = [(part.managed.address, first + part.offset, part.nbytes, part.expert_bytes, slot_of) for part in parts]
+    def copy(self, buffer: int, parts: Sequence[Part], in_vram: Sequence[np.ndarray] = ()) -> None:
+        first = self.buffers[buffer].data_ptr()
+        copies = [(part.managed.address, first + part.offset, part.nbytes) for part in parts]
         caller = torch.cuda.current_stream(self._device).cuda_stream
         try:
             for begin in range(0, len(copies), self._ops.max_copies):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from ctypes import c_char, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,22 +61,31 @@ class _Failure(ctypes.Structure):
 class _Copy(ctypes.Structure):
     _fields_ = [
         *(("source", c_void_p), ("target", c_void_p), ("nbytes", c_size_t)),
-        *(("expert_bytes", c_size_t), ("slot_of", c_void_p)),
     ]
+
+
+class _Pool(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int) for name in ("num_slots", "layers", "width")),
+        *((name, c_void_p) for name in ("worth", "slot_of", "taken")),
+    ]
+
+
+_STATE = ("last", "lately", "long", "classes", "fills", "turn", "share", "came", "counts")
 
 
 class _Slots(ctypes.Structure):
     _fields_ = [
-        *((name, c_int) for name in ("num_experts", "num_slots", "width")),
-        *((name, c_void_p) for name in ("slot_of", "owner", "last", "lately", "long", "classes", "fills", "turn")),
-        *((name, c_void_p) for name in ("share", "counts")),
+        ("pool", _Pool),
+        *((name, c_int) for name in ("at", "first_slot", "num_experts", "width")),
+        *((name, c_void_p) for name in _STATE),
     ]
 
 
 class _Rows(ctypes.Structure):
     _fields_ = [
         ("count", c_int),
-        *((name, c_void_p * MAX_TENSORS) for name in ("base", "copies")),
+        ("base", c_void_p * MAX_TENSORS),
         ("nbytes", c_size_t * MAX_TENSORS),
     ]
 
@@ -85,21 +93,41 @@ class _Rows(ctypes.Structure):
 class _Routing(ctypes.Structure):
     _fields_ = [
         *(("ids", c_void_p), ("kind", c_int), ("rows", c_int), ("k", c_int)),
-        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int)),
+        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int), ("brings", c_int)),
         *(("control", c_void_p), ("ends", c_void_p)),
     ]
 
 
 @dataclass(frozen=True)
+class PoolState:
+    """The slots that L layers share, and what they hold: the state of ``policy/slot_policy`` in VRAM. W: the experts of the
+    layer with the most, rounded up to a multiple of ``CudaOps.pool_chunk``."""
+
+    num_slots: int
+    worth: torch.Tensor
+    """uint8 ``[L, W]``, ``NOT_HELD`` at first."""
+    slot_of: torch.Tensor
+    """int32 ``[L, W]``: the slot, plus one; 0: none."""
+    taken: torch.Tensor
+    """int32 ``[1]``"""
+
+    @functools.cached_property
+    def pointers(self) -> _Pool:
+        return _Pool(self.num_slots, *self.worth.shape, *(each.data_ptr() for each in (self.worth, self.slot_of, self.taken)))
+
+
+@dataclass(frozen=True)
 class SlotState:
-    """The slots of one layer of E experts: its tensors, and the state of ``policy/slot_policy`` in VRAM. int32 unless stated,
-    all zeros at first."""
+    """A layer of E experts with slots: its tensors, and the state of ``policy/slot_policy`` in VRAM. int32 unless stated, all
+    zeros at first."""
 
     rows: list[Rows]
-    slot_of: torch.Tensor
-    """``[E]``: the slot, plus one; 0: none"""
-    owner: torch.Tensor
-    """``[slots]``: the expert, plus one; 0: none"""
+    num_experts: int
+    pool: PoolState
+    at: int
+    """Which of the pool's layers it is."""
+    first_slot: int
+    """The row of slot 0."""
     last: torch.Tensor
     lately: torch.Tensor
     long: torch.Tensor
@@ -112,24 +140,20 @@ class SlotState:
     """``[2]``: for the kernel's blocks."""
     share: torch.Tensor
     """uint8 ``[E]``, or more"""
+    came: torch.Tensor
+    """uint8 ``[E]``: whether it was brought for the last step for which any were."""
     counts: torch.Tensor
-    """int64 ``[2, 5, width]``"""
+    """int64 ``[2, 4, width]``"""
 
     @functools.cached_property
     def pointers(self) -> _Slots:
-        names = [field[0] for field in _Slots._fields_ if field[1] is c_void_p]
-        pointers = [getattr(self, name).data_ptr() for name in names]
-        return _Slots(self.slot_of.numel(), self.owner.numel(), self.counts.size(2), *pointers)
+        sizes = self.at, self.first_slot, self.num_experts, self.counts.size(2)
+        return _Slots(self.pool.pointers, *sizes, *(getattr(self, name).data_ptr() for name in _STATE))
 
     @functools.cached_property
-    def in_place(self) -> _Rows:
-        return self.rows_from([row.address for row in self.rows])
-
-    def rows_from(self, copies: Sequence[int]) -> _Rows:
-        """The tensors, whose slots are filled from rows at the addresses ``copies``."""
+    def tensors(self) -> _Rows:
         addresses, sizes = [row.address for row in self.rows], [row.nbytes for row in self.rows]
-        pointers = ((c_void_p * MAX_TENSORS)(*of) for of in (addresses, copies))
-        return _Rows(len(self.rows), *pointers, (c_size_t * MAX_TENSORS)(*sizes))
+        return _Rows(len(self.rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes))
 
 
 class SlotStep(NamedTuple):
@@ -139,3 +163,5 @@ class SlotStep(NamedTuple):
     """That of the counters."""
     ends: torch.Tensor
     """int32 ``[1 + MAX_REQUESTS]``, of a prefill: how many requests, and the row behind each."""
+    brings: bool = False
+    """Whether experts are brought for it."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from sglang_uvm_offload.experts.takeover import HeldTensor, expert_tensors, move_into_managed, one_run_an_expert
-from sglang_uvm_offload.experts.tensor import ExpertTensor, PlainTensor
+from sglang_uvm_offload.experts.pool import ExpertPool
+from sglang_uvm_offload.experts.takeover import HeldStorage, describe, expert_storages
+from sglang_uvm_offload.experts.tensor import ExpertTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.memory.layout import ExpertLayout
-from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
+from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
 ChooseExtents = Callable[[ExpertLayout], np.ndarray]
 """A tensor's layout -> ``bool[extents]``, those to place in VRAM at load."""
+
+PoolOf = Callable[[tuple[int, ...]], "ExpertPool | str"]
+"""The bytes of an expert in each of a layer's tensors, ascending -> the pool of such layers, or why there is none."""
 
 MAX_SHRINK_FACTOR = 8
 """How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights moved elsewhere,
@@ -53,14 +58,18 @@ class ExpertsLost(RuntimeError):
 class ExpertLayer:
     """Fused shared experts are always resident: every token uses them. Local expert 0 is the layer's place ``first_expert``."""
 
-    def __init__(self, memory: Memory, shard: LayerShard, reserved_slots: int = 0):
-        """The tensors are address space until ``place``, with room for ``reserved_slots`` rows behind the experts of each."""
+    def __init__(self, memory: Memory, shard: LayerShard, index: int = 0):
+        """The tensors are address space until ``place``. ``index``: among the model's MoE layers on this rank."""
         self.memory = memory
         self.shard = shard
+        self.index = index
         self.num_experts = num_experts = shard.num_experts
         self.num_slots = 0
-        """Rows behind the experts of each tensor, in VRAM, for copies of any of them."""
-        self._reserved_slots = reserved_slots
+        """The layer's part of the slots that it shares; 0: it uses none."""
+        self.pool: ExpertPool | None = None
+        """Where all expert tensors have their homes; None if they have none."""
+        self.without_pool: str | None = None
+        """Why the layer can use no slots, although it is to have some."""
         self.first_expert = shard.places.start
         self.location = shard.located()
         """Replaced when SGLang rearranges experts."""
@@ -76,34 +85,29 @@ class ExpertLayer:
         self.blocks_in_vram: tuple[np.ndarray, ...] = ()
         """``bool[blocks]`` of each of ``tensors``. Replaced whenever it changes."""
         self.plain_bytes = 0
-        """Bytes of expert tensors left in ordinary VRAM because they are too small to place, or have interleaved experts.
-        Excludes slots."""
-        self.slots_missing: str | None = None
-        """An expert tensor without slot rows: a kernel that reads its row ``num_experts + s`` would read something else. None
-        if every tensor has them."""
+        """Bytes of expert tensors that are always in VRAM, because their experts are too small to place, or interleave."""
         self.holders: tuple[object, ...] = ()
         """The objects that hold the tensors: the layer's module and its quantisation method."""
         self.generation = 0
         """Changes whenever tensors may have been replaced, or rewritten by post-load processing, which makes slots stale. A
         weight update that writes into the tensors without post-load processing does not change it."""
-        self._plain: list[PlainTensor] = []
-        self._rows: list[tuple[int, int]] = []
+        self._pool_of: PoolOf | None = None
+        self._pools: list[ExpertPool] = []
+        """Those in which it has, or had, homes."""
+        self._small: list[ExpertTensor] = []
+        """Tensors in the pool with experts too small to place."""
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
     def allocate(
         self, expert_bytes: int, device: torch.device, description: str, written_later: bool = False
     ) -> torch.Tensor | None:
-        """``takeover.Allocate`` for this layer: managed and placed memory. For experts too small to place, ordinary memory with
-        slots, or None without slots. ``written_later``: by SGLang's loader, so that the host pages of a model that is loading
-        may come later too."""
-        reserved = 0 if self.placed else self._reserved_slots
-        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes, self.num_slots, reserved)
-        if device.type != self.memory.device_type:
+        """``takeover.Allocate`` for this layer: managed and placed memory; None for experts too small to place.
+        ``written_later``: by SGLang's loader, so that the host pages of a model that is loading may come later too."""
+        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes)
+        if device.type != self.memory.device_type or not layout.placeable:
             return None
-        if not layout.placeable:
-            return self._allocate_plain(layout, device) if self.placed and self.num_slots and expert_bytes else None
-        tensor = ExpertTensor(self.memory, f"{description} of MoE layer {self.layer_id}", layout)
+        tensor = ExpertTensor.allocated(self.memory, f"{description} of MoE layer {self.layer_id}", layout)
         flat = tensor.bytes()
         if self.placed:
             self._place(tensor, self._initial(layout))
@@ -115,11 +119,11 @@ class ExpertLayer:
 
     def write(self, flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> None:
         """``takeover.Write`` for this layer."""
-        mine = self._of(flat)
-        if isinstance(mine, ExpertTensor):
-            mine.write(write, zeros)
-        else:
+        mine = self._of(flat.untyped_storage())
+        if mine is None:
             write()
+        else:
+            mine.write(write, zeros)
 
     @property
     def layer_id(self) -> int:
@@ -132,33 +136,45 @@ class ExpertLayer:
 
     def place(self, choose: ChooseExtents, kept: np.ndarray | None = None, num_slots: int = 0) -> None:
         """Populate the tensors, and from here on every new one. ``choose``: which extents of a tensor begin in VRAM. ``kept``
-        ``bool[num_experts]``: routed experts that are never demoted."""
+        ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: the layer's part of the slots."""
         self._choose = choose
         self.kept = self.kept if kept is None else self.kept | kept
         self.num_slots = num_slots
+        if self.holders:
+            self.sync_tensors(*self.holders)
         for tensor in self.tensors:
-            tensor.use_slots(num_slots)
-            self._place(tensor, self._chosen(tensor.layout))
-        self.sync_tensors(*self.holders)
+            if not tensor.placed:
+                self._place(tensor, self._chosen(tensor.layout))
+        self._note_residency()
+
+    def mark_written(self) -> None:
+        """Anything may have been written to the tensors, before they are placed."""
+        for tensor in self.tensors:
+            tensor.written = True
+
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """As above, to the one that has the storage, if any has."""
+        mine = self._of(storage)
+        if mine is not None:
+            mine.written = True
+
+    def join_pool(self, pool_of: PoolOf) -> None:
+        """From the next ``sync_tensors`` on, tensors move to their homes in a pool."""
+        self._pool_of = pool_of
 
     def replace(self, choose: ChooseExtents) -> np.ndarray:
         """Another choice for the placed tensors, and for new ones: ``bool[extents]``, to be moved to."""
         self._choose = choose
-        return np.concatenate([np.zeros(0, dtype=bool), *(self._chosen(t.layout) | t.layout.edge for t in self.tensors)])
+        return np.concatenate([np.zeros(0, dtype=bool), *(self._chosen(tensor.layout) for tensor in self.tensors)])
 
     def _place(self, tensor: ExpertTensor, resident: np.ndarray) -> None:
         check_host_ram(self.memory, "allocate", tensor.managed.name, tensor.layout.taken_by(~resident))
         tensor.place(resident)
 
-    def _allocate_plain(self, layout: ExpertLayout, device: torch.device) -> torch.Tensor:
-        whole = torch.zeros(layout.range_bytes, dtype=torch.uint8, device=device)
-        self._plain.append(PlainTensor(layout, whole))
-        return whole[: layout.nbytes]
-
     def _initial(self, layout: ExpertLayout) -> np.ndarray:
         """``bool[extents]``: the residency of a tensor with the same layout, which this one may be about to replace; else as
         chosen at load."""
-        equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout)
+        equal = (tensor.resident for tensor in self._live_tensors() if tensor.layout == layout and tensor.placed)
         return next(equal, self._chosen(layout))
 
     def _chosen(self, layout: ExpertLayout) -> np.ndarray:
@@ -169,44 +185,111 @@ class ExpertLayer:
         """Take over new tensors and drop freed ones. Call this after code that may have replaced tensors of the ``holders``
         (the layer's module and its quantisation method). Raises ``ExpertsLost`` if nearly all bytes are gone."""
         self.holders = holders
-        rows_behind = (self.num_slots, self._reserved_slots)
-        move_into_managed(holders, self.num_experts, lambda tensor: self._of(tensor) is not None, self.allocate, rows_behind)
-        found = [held for held in expert_tensors(holders, self.num_experts) if held.tensor.device.type != "meta"]
-        own: set[ExpertTensor | PlainTensor] = set()
-        plain: dict[int, int] = {}
-        for held in found:
-            storage, mine = held.tensor.untyped_storage(), self._of(held.tensor)
-            if mine is not None:
-                own.add(mine)
-            if not isinstance(mine, ExpertTensor):
-                plain[storage.data_ptr()] = storage.nbytes() if mine is None else mine.layout.nbytes
+        if self.placed and self.num_slots and self._pool_of is not None:
+            self._move_into_pool()
+        self._move_into_managed()
+        own: list[ExpertTensor] = []
+        plain_bytes = 0
+        for found in self._storages():
+            mine = self._of(found.storage)
+            own += [mine] if mine is not None else []
+            if mine is None or not mine.layout.placeable:
+                plain_bytes += found.storage.nbytes()
         self.tensors = [tensor for tensor in self._live_tensors() if tensor in own]
-        self._plain = [tensor for tensor in self._plain if tensor in own]
+        self._small = [tensor for tensor in self._small if tensor in own]
         self._note_tensors()
-        self._note_rows(found)
-        self.plain_bytes = sum(plain.values())
+        self.plain_bytes = plain_bytes
         before = self._synced_bytes
         self._synced_bytes = sum(tensor.layout.nbytes for tensor in self.tensors) + self.plain_bytes
         if self._synced_bytes < before / MAX_SHRINK_FACTOR:
             lost, experts = size(before - self._synced_bytes), f"the experts of MoE layer {self.layer_id}"
             raise ExpertsLost(f"after loading, {lost} of the {size(before)} of {experts} are missing from the layer")
 
-    def _note_rows(self, found: Iterable[HeldTensor]) -> None:
-        """``found``: all expert tensors."""
-        rows, missing = {}, []
-        for held in found:
-            tensor, mine = held.tensor, self._of(held.tensor)
-            if mine is not None and one_run_an_expert(tensor, mine.layout.expert_bytes):
-                rows[tensor.untyped_storage().data_ptr()] = mine.layout.expert_bytes
-            elif tensor.numel():
-                missing.append(str(held))
-        self.slots_missing = missing[0] if missing and self.num_slots else None
-        self._rows = list(rows.items()) if self.num_slots and not missing else []
+    def _storages(self) -> list[HeldStorage]:
+        return expert_storages(self.holders, self.num_experts)
+
+    def _move_into_managed(self) -> None:
+        """What code has allocated in another way, if it can be placed."""
+        for found in self._storages():
+            nbytes = found.expert_bytes(self.num_experts)
+            if nbytes is None or self._of(found.storage) is not None:
+                continue
+            flat = self.allocate(nbytes, found.device, describe(found.held[0].tensor))
+            if flat is not None:
+                found.move(flat)
+
+    def _move_into_pool(self) -> None:
+        """Each storage to its home. All of a layer are at home, or it uses no slots."""
+        self.pool, self.without_pool = None, None
+        joined = self._move_home_together()
+        if isinstance(joined, str):
+            self.without_pool = joined
+        else:
+            self.pool = joined
+        self._leave_all_but(self.pool)
+
+    def _leave_all_but(self, mine: ExpertPool | None) -> None:
+        for pool in self._pools:
+            if pool is not mine:
+                pool.leave(self.index)
+
+    def _move_home_together(self) -> ExpertPool | str:
+        """The pool that all storages are in now, or why there is none."""
+        assert self._pool_of is not None
+        storages = self._storages()
+        sizes = [found.expert_bytes(self.num_experts) for found in storages]
+        for found, nbytes in zip(storages, sizes, strict=True):
+            if nbytes is None or found.device.type != self.memory.device_type:
+                return f"{found.held[0]} has no rows of its own, one for each expert"
+        pool = self._pool_of(tuple(sorted(nbytes for nbytes in sizes if nbytes is not None)))
+        if isinstance(pool, str):
+            return pool
+        self._leave_all_but(pool)  # what replaced tensors had there, before others take VRAM
+        if pool not in self._pools:
+            self._pools.append(pool)
+        for found, nbytes in zip(storages, sizes, strict=True):
+            mine = self._of(found.storage)
+            if mine is not None and pool.is_home(mine):
+                continue
+            home = pool.vacant_home(self.index, nbytes or 0)
+            if home is None or not self._move_home(found, mine, home):
+                return f"something keeps a tensor in the place of {found.held[0]}"
+        return pool
+
+    def _move_home(self, found: HeldStorage, mine: ExpertTensor | None, home: ExpertTensor) -> bool:
+        """Whether nothing else refers to the tensor that was there: what does would not follow, so then it stays."""
+        flat = home.bytes()
+        copy = mine is None or mine.placed or mine.written
+        if copy:
+            self._place_home(home, mine)
+            self.memory.wait_until_populated(home.address)
+        found.move(flat, copy)
+        if mine is not None and self.memory.holds(mine.managed):
+            gc.collect()
+            if self.memory.holds(mine.managed):
+                found.move(mine.bytes(), copy=False)
+                return False
+        self._place_home(home, mine)
+        homes = self.tensors if home.layout.placeable else self._small
+        if home not in homes:
+            homes.append(home)
+        return True
+
+    def _place_home(self, home: ExpertTensor, mine: ExpertTensor | None) -> None:
+        """``mine``: what moves there, if it is managed."""
+        if not home.placed:
+            self._place(home, mine.resident if mine is not None and mine.placed else self._initial(home.layout))
 
     def slot_rows(self) -> list[tuple[int, int]]:
-        """The address of row 0 and the bytes of a row, for each storage with expert tensors, in the layer's order. Slot ``s``
-        is row ``num_experts + s``. Empty without slots, or with ``slots_missing``. As of the last ``sync_tensors``."""
-        return self._rows.copy()
+        """The address of row 0 and the bytes of a row, for each storage with expert tensors. Slot ``s`` is row
+        ``pool.first_slot(index) + s``. Empty without a pool. As of the last ``sync_tensors``."""
+        homes = [*self.tensors, *self._small] if self.pool is not None else []
+        return [(home.address, home.layout.expert_bytes) for home in homes]
+
+    def rows_from(self, address: int) -> torch.Tensor:
+        """``uint8[pool.num_rows, bytes]``: of the tensor in the pool that begins at an address, with all slots."""
+        assert self.pool is not None
+        return self.pool.rows_from(next(home for home in (*self.tensors, *self._small) if home.address == address))
 
     def _note_tensors(self) -> None:
         self.generation += 1
@@ -242,14 +325,6 @@ class ExpertLayer:
         """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
         try:
             return sum(tensor.promote(part) for tensor, part in self._by_tensor(after))
-        finally:
-            self._note_residency()
-
-    def place_slots(self, location: Location) -> None:
-        """Move the slots, and the expert bytes that share a block with them."""
-        try:
-            for tensor in self.tensors:
-                tensor.place_slots(location)
         finally:
             self._note_residency()
 
@@ -290,20 +365,17 @@ class ExpertLayer:
         return sum(tensor.resident_bytes for tensor in self.tensors)
 
     @property
-    def slot_bytes(self) -> int:
-        """VRAM that the slots take in addition to the experts: whole blocks of managed ranges, and rows of ordinary tensors."""
-        return sum(tensor.layout.slot_bytes for tensor in self.tensors) + sum(tensor.slot_bytes for tensor in self._plain)
-
-    @property
     def offloaded_bytes(self) -> int:
         """Host RAM that managed experts take."""
         return int(self.offloaded_bytes_by_expert.sum())
 
-    def _of(self, tensor: torch.Tensor) -> ExpertTensor | PlainTensor | None:
-        """The layer's own tensor that ``tensor`` is a view of."""
-        address = tensor.untyped_storage().data_ptr()
-        managed = (mine for mine in self._live_tensors() if mine.address == address)
-        return next(managed, None) or next((mine for mine in self._plain if mine.holds(tensor)), None)
+    def _of(self, storage: torch.UntypedStorage) -> ExpertTensor | None:
+        """The layer's own tensor that has the storage."""
+        address = storage.data_ptr()
+        return next((mine for mine in self._live_tensors() + self._live_small() if mine.address == address), None)
+
+    def _live_small(self) -> list[ExpertTensor]:
+        return [tensor for tensor in self._small if self.memory.holds(tensor.managed)]
 
     def _live_tensors(self) -> list[ExpertTensor]:
         """The tensors that are not freed. A new tensor may have the address of a freed one."""

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Allocate = Callable[[int, torch.device, str], torch.Tensor | None]
-"""(bytes of one expert, device, description) -> ``uint8[E * bytes]``, the first bytes of a storage in managed memory or with
-slots, or None to leave the allocation to PyTorch."""
+"""(bytes of one expert, device, description) -> ``uint8[E * bytes]``, a storage in managed memory, or None to leave the
+allocation to PyTorch."""
 
 _aten = torch.ops.aten
 _SIZED = {_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default}
@@ -52,7 +52,7 @@ def write_now(flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> N
 class AllocationMode(TorchDispatchMode):
     """While active, contiguous tensors ``[num_experts, ...]`` come from ``allocate``, and ``write`` gives them their values.
 
-    This does not intercept allocations inside an operator (a clone, a repack); ``move_into_managed`` moves those afterwards.
+    This does not intercept allocations inside an operator (a clone, a repack): ``ExpertLayer.sync_tensors`` moves those.
     """
 
     def __init__(self, num_experts: int, allocate: Allocate, write: Write = write_now):
@@ -90,6 +90,25 @@ class AllocationMode(TorchDispatchMode):
         return out
 
 
+class WatchWrites(TorchDispatchMode):
+    """While active, calls ``on_write`` with each storage that an operator writes to."""
+
+    def __init__(self, on_write: Callable[[torch.UntypedStorage], None]):
+        super().__init__()
+        self.on_write = on_write
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = kwargs.get(argument.name) if argument.kwarg_only or position >= len(args) else args[position]
+                    for tensor in given if isinstance(given, (list, tuple)) else [given]:
+                        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                            self.on_write(tensor.untyped_storage())
+        return func(*args, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTensor:
     """A reference to an attribute that holds an expert tensor. It keeps the holder alive, not the tensor."""
@@ -107,13 +126,6 @@ class HeldTensor:
     @property
     def tensor(self) -> torch.Tensor:
         return self.get()
-
-
-def expert_tensors(holders: Sequence[object], num_experts: int) -> Iterator[HeldTensor]:
-    """The tensors ``[num_experts, ...]`` among the ``held_tensors``."""
-    for held in held_tensors(holders):
-        if held.tensor.ndim and held.tensor.shape[0] == num_experts:
-            yield held
 
 
 def held_tensors(holders: Sequence[object]) -> Iterator[HeldTensor]:
@@ -144,43 +156,49 @@ def held_tensors(holders: Sequence[object]) -> Iterator[HeldTensor]:
                 yield from held(value, get, put, name)
 
 
-def move_into_managed(
-    holders: Sequence[object],
-    num_experts: int,
-    is_managed: Callable[[torch.Tensor], bool],
-    allocate: Allocate,
-    rows_behind: Sequence[int] = (),
-) -> None:
-    """Move each of the ``expert_tensors`` that is not managed yet into memory from ``allocate``, one storage at a time.
+@dataclasses.dataclass(frozen=True)
+class HeldStorage:
+    """All tensors of the holders in one storage, which has an expert tensor first. Keeps neither alive."""
 
-    Preserves shapes, strides, parameter objects and shared storages. Skips a tensor whose experts are not separate runs of
-    bytes (experts interleaved by a transposed first dimension). A storage has rows of one size for the experts, and may have
-    further ones after them, one of the numbers in ``rows_behind``, as a deep copy of a storage from ``allocate`` does.
-    """
-    by_storage: dict[int, list[HeldTensor]] = {}
-    for held in expert_tensors(holders, num_experts):
-        if held.tensor.device.type != "meta" and held.tensor.numel() and not is_managed(held.tensor):
-            by_storage.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
-    while by_storage:
-        # A separate function, so that no local variable keeps the old storage alive while the next one moves.
-        _move(by_storage.popitem()[1], num_experts, allocate, rows_behind)
+    held: Sequence[HeldTensor]
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.held[0].tensor.untyped_storage()
+
+    @property
+    def device(self) -> torch.device:
+        return self.held[0].tensor.device
+
+    def expert_bytes(self, num_experts: int) -> int | None:
+        """If the storage has a run of so many bytes for each expert and nothing else; None if it has not."""
+        experts = [held.tensor for held in self.held if _of_experts(held.tensor, num_experts)]
+        nbytes = experts[0].stride(0) * experts[0].element_size()
+        whole = self.storage.nbytes() == num_experts * nbytes
+        return nbytes if whole and all(one_run_an_expert(tensor, nbytes) for tensor in experts) else None
+
+    def move(self, flat: torch.Tensor, copy: bool = True) -> None:
+        """Make ``flat`` (uint8) the storage of the tensors, with the same bytes if they are to ``copy``. Shapes, strides and
+        parameter objects stay."""
+        if copy:
+            flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(self.storage))
+        for held in self.held:
+            tensor = held.tensor
+            held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
-def _move(group: Sequence[HeldTensor], num_experts: int, allocate: Allocate, rows_behind: Sequence[int]) -> None:
-    """Move the storage that all of ``group`` share, if it can be placed."""
-    storage = group[0].tensor.untyped_storage()
-    expert_bytes = group[0].tensor.stride(0) * group[0].tensor.element_size()
-    if storage.nbytes() not in [(num_experts + rows) * expert_bytes for rows in (0, *rows_behind)]:
-        return
-    if not all(one_run_an_expert(held.tensor, expert_bytes) for held in group):
-        return
-    flat = allocate(expert_bytes, group[0].tensor.device, describe(group[0].tensor))
-    if flat is None:
-        return
-    flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)[: flat.numel()])
-    for held in group:
-        tensor = held.tensor
-        held.put(flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+def expert_storages(holders: Sequence[object], num_experts: int) -> list[HeldStorage]:
+    """The storages of tensors ``[num_experts, ...]`` that have bytes."""
+    by_address: dict[int, list[HeldTensor]] = {}
+    for held in held_tensors(holders):
+        if held.tensor.device.type != "meta" and held.tensor.numel():
+            by_address.setdefault(held.tensor.untyped_storage().data_ptr(), []).append(held)
+    groups = [sorted(group, key=lambda held: not _of_experts(held.tensor, num_experts)) for group in by_address.values()]
+    return [HeldStorage(group) for group in groups if _of_experts(group[0].tensor, num_experts)]
+
+
+def _of_experts(tensor: torch.Tensor, num_experts: int) -> bool:
+    return bool(tensor.ndim) and tensor.shape[0] == num_experts
 
 
 def describe(tensor: torch.Tensor) -> str:

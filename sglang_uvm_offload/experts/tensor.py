@@ -1,78 +1,70 @@
-"""One tensor ``[E, ...]`` of a MoE layer: in managed memory, each of its extents resident or offloaded, or in plain VRAM."""
+"""One tensor ``[E, ...]`` of a MoE layer in managed memory, each of its extents resident or offloaded."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory
 
 
 class ExpertTensor:
-    """``num_experts`` experts of ``expert_bytes`` bytes, and slots after them, in one managed range with a fixed address.
+    """``num_experts`` experts of ``expert_bytes`` bytes each in one managed range with a fixed address.
 
     The torch tensors over the range (``bytes``) keep it alive. It is freed with the last of them. It is address space until
     ``place``; whoever writes to it before then has the GPU populate what is written, in VRAM.
     """
 
-    def __init__(self, memory: Memory, name: str, layout: ExpertLayout):
+    def __init__(self, memory: Memory, layout: ExpertLayout, managed: ManagedRange):
+        """``managed``: of ``layout.nbytes``."""
         self.memory = memory
         self.layout = layout
-        self.managed: ManagedRange = memory.allocate(layout.range_bytes, name)
-        self._fresh = True
-        """Whether the tensor is still to be placed, so that what nothing has written will be zeros."""
+        self.managed = managed
+        self.placed = False
+        """Until then, what nothing has written will be zeros."""
+        self.written = False
+        """Whether anything but zeros may have been written before it was placed."""
         self.resident = np.zeros(layout.num_extents, dtype=bool)
         """``bool[extents]``: the extents in VRAM. One on its way does not count, nor one whose move failed, until a read finds
         it there."""
         self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
+
+    @classmethod
+    def allocated(cls, memory: Memory, name: str, layout: ExpertLayout) -> ExpertTensor:
+        """In a range of its own."""
+        return cls(memory, layout, memory.allocate(layout.nbytes, name))
 
     @property
     def address(self) -> int:
         return self.managed.address
 
     def bytes(self) -> torch.Tensor:
-        """The experts as ``uint8[num_experts * expert_bytes]``. The slots follow them in the same storage."""
-        return self.memory.tensor(self.managed)[: self.layout.nbytes]
+        """The experts as ``uint8[num_experts * expert_bytes]``."""
+        return self.memory.tensor(self.managed)
 
     def write(self, write: Callable[[], object], zeros: bool) -> None:
         """Write first values, unless they are the zeros that new pages are. Others are written at once, also to a tensor that
         is not placed: written later they would replace what came after them."""
-        if not (zeros and self._fresh):
+        if self.placed or not zeros:
+            self.written = True
             write()
 
     def place(self, resident: np.ndarray) -> None:
-        """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, and the slots in VRAM, all
-        zeroed; while a model is loading, host RAM when its turn comes. Call this before the first byte is written, so that
-        offloaded bytes never pass through VRAM and resident ones never take host RAM."""
-        if spans := self.layout.slot_spans:
-            self.memory.place(self.managed, spans, Location.DEVICE)
-        resident = resident | self.layout.edge
+        """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, all zeroed; while a model is
+        loading, host RAM when its turn comes. Call this before the first byte is written, so that offloaded bytes never pass
+        through VRAM and resident ones never take host RAM."""
         if not resident.all():
             self.memory.populate(self.managed, self.layout.spans(~resident))
             self._has_host_room = self._has_host_room | ~resident
         self._bring(resident, Location.DEVICE)
-        self._fresh = False
-
-    def use_slots(self, num_slots: int) -> None:
-        """Have this many of the slots that are reserved. Call it before ``place``."""
-        self.layout = dataclasses.replace(self.layout, num_slots=num_slots)
-        self.resident = np.zeros(self.layout.num_extents, dtype=bool)
-        self._has_host_room = self.resident.copy()
-
-    def place_slots(self, location: Location) -> None:
-        """Move the slots, and the extent that the last expert shares with them."""
-        if spans := self.layout.slot_spans:
-            self.memory.place(self.managed, spans, location)
-        self._bring(self.layout.edge, location)
+        self.placed = True
 
     def demote(self, after: np.ndarray) -> int:
-        """Move the extents that ``after`` lacks to host RAM, except the edge. Returns the bytes moved."""
-        return self._bring(self._to_demote(after), Location.HOST)
+        """Move the extents that ``after`` lacks to host RAM. Returns the bytes moved."""
+        return self._bring(self.resident & ~after, Location.HOST)
 
     def promote(self, after: np.ndarray) -> int:
         """Move the extents that ``after`` adds to VRAM. Returns the bytes moved."""
@@ -80,7 +72,7 @@ class ExpertTensor:
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
         """Host RAM that ``demote`` takes. An extent keeps its host pages when it moves back to VRAM."""
-        return self.layout.taken_by(self._to_demote(after) & ~self._has_host_room)
+        return self.layout.taken_by(self.resident & ~after & ~self._has_host_room)
 
     def reread(self, in_vram: np.ndarray) -> None:
         """``in_vram``: for each block of the extents that are not resident, whether a read has found it in VRAM. Extents with
@@ -103,9 +95,6 @@ class ExpertTensor:
         """int64: the addresses of the blocks in host RAM."""
         return self.address + self.layout.blocks(~self.resident)
 
-    def _to_demote(self, after: np.ndarray) -> np.ndarray:
-        return self.resident & ~after & ~self.layout.edge
-
     def _bring(self, extents: np.ndarray, location: Location) -> int:
         if not extents.any():
             return 0
@@ -116,21 +105,3 @@ class ExpertTensor:
         else:
             self._has_host_room = self._has_host_room | extents
         return self.layout.taken_by(extents)
-
-
-class PlainTensor:
-    """Experts too small to place, in ordinary memory, with slots after them. Identifies the storage of ``whole``
-    (``uint8[layout.range_bytes]``) without keeping it alive."""
-
-    def __init__(self, layout: ExpertLayout, whole: torch.Tensor):
-        self.layout = layout
-        # While the weak reference exists, no other storage gets this identity, even if this one is freed.
-        self._storage = StorageWeakRef(whole.untyped_storage())
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the storage."""
-        return bool(tensor.untyped_storage()._cdata == self._storage.cdata)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.layout.num_slots * self.layout.expert_bytes

@@ -1,7 +1,7 @@
 """The layout of one tensor's experts in blocks: the only module that does block arithmetic.
 
-A tensor ``[E, ...]`` lies in one managed range that starts on a 2 MiB boundary, expert after expert without padding, so kernels
-without a stride argument keep working. A block that two experts share serves both, or neither.
+A tensor ``[E, ...]`` begins on a 2 MiB boundary, expert after expert without padding, so kernels without a stride argument keep
+working. A block that two experts share serves both, or neither. No block holds experts of two layers.
 
 Residency is by the block because the driver's is: advice whose edges are not on blocks splits them, and a split block is
 neither reclaimed when its pages have moved to the host nor kept in order of use (``uvm_va_range.c:1243``,
@@ -10,8 +10,9 @@ neither reclaimed when its pages have moved to the host nor kept in order of use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -45,52 +46,16 @@ class ExpertLayout:
 
     Neighbouring blocks that hold parts of the same experts form an *extent*: they are worth the same, so they move together.
     Arrays are ``[extents]``, or ``[parts]``: a part is the bytes of one expert in one extent, in order of their offsets.
-
-    Behind the experts are ``num_slots`` *slots* of the same size, which are in VRAM always: row ``num_experts + s`` of the
-    tensor may hold a copy of any expert. Blocks of slots alone belong to no extent. A block that the last expert shares with
-    the first slot, the *edge*, is an extent of its own.
     """
 
     num_experts: int
     expert_bytes: int
     block_bytes: int = BLOCK_BYTES
-    num_slots: int = 0
-    reserved_slots: int = field(default=0, compare=False)
-    """How many slots the range has room for, if that is more: address space, without pages."""
 
     @property
     def nbytes(self) -> int:
         """Of the experts."""
         return self.num_experts * self.expert_bytes
-
-    @property
-    def range_bytes(self) -> int:
-        """Of the experts and the room for slots."""
-        return (self.num_experts + max(self.num_slots, self.reserved_slots)) * self.expert_bytes
-
-    @property
-    def slot_spans(self) -> list[Span]:
-        """The blocks of slots alone: one span, or none."""
-        begin = round_up(self.nbytes, self.block_bytes)
-        end = (self.num_experts + self.num_slots) * self.expert_bytes
-        return [Span(begin, min(round_up(end, self.block_bytes), self.range_bytes) - begin)] if begin < end else []
-
-    @property
-    def slot_bytes(self) -> int:
-        """VRAM that the slots take beyond the experts' blocks, in whole blocks."""
-        return sum(round_up(span.nbytes, self.block_bytes) for span in self.slot_spans)
-
-    @property
-    def edge_bytes(self) -> int:
-        """VRAM of the edge, 0 without one."""
-        return self.block_bytes if self.num_slots and self.nbytes % self.block_bytes else 0
-
-    @property
-    def edge(self) -> np.ndarray:
-        """``bool[extents]``: the extent that holds a byte of a slot, which stays in VRAM; there is one, or none."""
-        held = np.zeros(self.num_extents, dtype=bool)
-        held[-1:] = bool(self.edge_bytes)
-        return held
 
     @property
     def placeable(self) -> bool:
@@ -137,14 +102,13 @@ class ExpertLayout:
         return int(self.extent_bytes[extents].sum())
 
     def budget(self, num_experts: int) -> int:
-        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones and the edge take."""
-        first = round_up(num_experts * self.expert_bytes, self.block_bytes)
-        return first if first > self.nbytes else first + self.edge_bytes
+        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones take."""
+        return round_up(num_experts * self.expert_bytes, self.block_bytes)
 
     def spans(self, extents: np.ndarray) -> list[Span]:
         """The marked extents (``bool[extents]``) as spans, in order, with neighbours merged."""
         edges = np.flatnonzero(np.diff(extents.astype(np.int8), prepend=0, append=0))
-        ends = np.minimum(self._edges, self.range_bytes)
+        ends = np.minimum(self._edges, self.nbytes)
         return [Span(int(self._edges[a]), int(ends[b] - self._edges[a])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
     def blocks(self, extents: np.ndarray) -> np.ndarray:
@@ -166,7 +130,6 @@ class ExpertLayout:
         first = begins // self.expert_bytes
         last = (np.minimum(begins + self.block_bytes, self.nbytes) - 1) // self.expert_bytes
         differs = (np.diff(first, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
-        differs[-1] |= bool(self.edge_bytes)
         return np.append(begins[differs], round_up(self.nbytes, self.block_bytes))
 
     @cached_property
@@ -174,6 +137,26 @@ class ExpertLayout:
         """The offset at which each part begins, and the end of the last expert."""
         experts = np.arange(self.num_experts + 1) * self.expert_bytes
         return np.union1d(self._edges[:-1], experts)
+
+
+MOST_ROWS = 8192
+"""Rows of one layer at most, where it has fewer experts: address space, of which CUDA's managed ranges have 128 TiB."""
+SMALL_ALIGNMENT = 16
+"""Where experts below ``PAGE_BYTES`` may begin. Triton compiles kernels anew for addresses that are no multiples of it."""
+
+
+def rows_a_layer(num_experts: int, expert_bytes: Iterable[int], block_bytes: int) -> int | None:
+    """The fewest rows from one layer's first expert to the next layer's with which no block holds experts of two layers, in
+    ranges of all layers that have rows of these sizes, a kind of tensor each. None if that takes too many."""
+    steps = [(nbytes, block_bytes if nbytes >= PAGE_BYTES else SMALL_ALIGNMENT) for nbytes in expert_bytes]
+    rows = round_up(num_experts, math.lcm(*(step // math.gcd(nbytes, step) for nbytes, step in steps)))
+    return rows if rows <= max(num_experts, MOST_ROWS) else None
+
+
+def enclosing(span: Span, block_bytes: int, range_bytes: int) -> Span:
+    """The blocks of a range that hold a byte of ``span``."""
+    begin = span.offset // block_bytes * block_bytes
+    return Span(begin, min(round_up(span.end, block_bytes), range_bytes) - begin)
 
 
 def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
@@ -195,6 +178,12 @@ def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
+def check_inside(managed: ManagedRange, span: Span) -> None:
+    """Raise ``ValueError`` unless the span is a non-empty run of bytes inside ``managed``."""
+    if span.nbytes <= 0 or span.offset < 0 or span.end > managed.nbytes:
+        raise ValueError(f"{span} is not inside {managed.name}, which has {managed.nbytes} bytes")
+
+
 def check_block(managed: ManagedRange, offset: int, block_bytes: int) -> None:
     """Raise ``ValueError`` unless a block of ``managed`` begins at ``offset``."""
     if not 0 <= offset < managed.nbytes or offset % block_bytes:
@@ -205,7 +194,6 @@ def check_spans(managed: ManagedRange, spans: Sequence[Span], block_bytes: int) 
     """Raise ``ValueError`` unless every span is a non-empty run of whole blocks inside ``managed`` (the end of the range may
     cut its last block short)."""
     for span in spans:
-        if span.nbytes <= 0 or span.offset < 0 or span.end > managed.nbytes:
-            raise ValueError(f"{span} is not inside {managed.name}, which has {managed.nbytes} bytes")
+        check_inside(managed, span)
         if span.offset % block_bytes or (span.end % block_bytes and span.end != managed.nbytes):
             raise ValueError(f"{span} of {managed.name} does not begin and end on blocks of {block_bytes} bytes")

@@ -40,9 +40,9 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class ManagedRange:
-    """One managed allocation. ``address`` and ``nbytes`` stay constant until ``Memory.free``.
+    """One managed allocation, or a part of one. ``address`` and ``nbytes`` stay constant until ``Memory.free``.
 
-    ``address`` is a multiple of ``layout.BLOCK_BYTES``; ``name`` names the tensor in messages.
+    The ``address`` of an allocation is a multiple of ``layout.BLOCK_BYTES``; ``name`` names the tensor in messages.
     """
 
     address: int
@@ -103,9 +103,13 @@ class Memory(Protocol):
         """Reserve ``nbytes`` (> 0) of managed memory, unpopulated, readable by the GPU wherever a page lives (AccessedBy).
         Raises ``ManagedMemoryError`` if there is no room."""
 
+    def part(self, managed: ManagedRange, span: Span, name: str) -> ManagedRange:
+        """The bytes ``span`` of an allocation as a range of its own, which takes no memory. It is gone with the last tensor
+        over it, and keeps the allocation until then. Only a part that begins on a block can be placed."""
+
     def tensor(self, managed: ManagedRange) -> torch.Tensor:
-        """The range as a flat uint8 tensor on the compute device, sharing the memory. The range is freed with the last tensor
-        over it."""
+        """The range as a flat uint8 tensor on the compute device, sharing the memory, with a storage of as many bytes. The
+        range is freed with the last tensor over it."""
 
     def place(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
         """Make ``location`` the preferred location of the spans and move them there; blocks that were never written are

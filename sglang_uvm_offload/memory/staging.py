@@ -29,8 +29,6 @@ class Part(NamedTuple):
     nbytes: int
     offset: int
     """A multiple of 16."""
-    expert_bytes: int = 0
-    """Of each expert, one behind the other; 0 if the bytes are not experts'."""
 
 
 class Staging(Protocol):
@@ -47,12 +45,9 @@ class Staging(Protocol):
     def begin_step(self) -> None:
         """Copies from now on come after all that the calling stream has been given: it may write experts between steps."""
 
-    def copy(
-        self, buffer: int, parts: Sequence[Part], slots: torch.Tensor | None = None, in_vram: Sequence[np.ndarray] = ()
-    ) -> None:
+    def copy(self, buffer: int, parts: Sequence[Part], in_vram: Sequence[np.ndarray] = ()) -> None:
         """Begin to copy the parts to the buffer, after the last ``release``. Bytes are read wherever they lie, so they may move
-        meanwhile. ``slots`` (``ExpertSlots.slot_of``): experts that are in slots are read from there; it must not change until
-        the copy is over. ``in_vram``: of each part ``bool[blocks]``, those that were in VRAM lately; the time depends on it,
+        meanwhile. ``in_vram``: of each part ``bool[blocks]``, those that were in VRAM lately; the time depends on it,
         and no byte. Raises ``ManagedMemoryError``; the buffer's bytes are then undefined."""
 
     def acquire(self, buffer: int) -> None:

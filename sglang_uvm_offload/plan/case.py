@@ -65,9 +65,10 @@ class Case(RankWeights):
         """The residents beside which VRAM holds the KV cache, with the slots and the stream buffers that are asked for; -1 if
         not even none."""
         asked = dataclasses.replace(self.asked, num_resident=None)
-        given, largest = asked.stream_gb, max(rank.buffer for rank in self.ranks)
+        given, slots = asked.stream_gb, asked.slots.asked or 0
+        largest = max(rank.buffer_with(slots) for rank in self.ranks)
         try:
-            return corrected(Division(0, asked.slots.asked or 0, buffers_in(given, largest) if given else 0), asked, self.ranks)
+            return corrected(Division(0, slots, buffers_in(given, largest) if given else 0), asked, self.ranks)
         except FlagError:
             return -1
 
@@ -145,7 +146,12 @@ class Case(RankWeights):
         return break_even_tokens(self.model.num_experts, self.model.top_k, residents + slots, rates)
 
     def stream(self, division: Division) -> Stream:
-        return Stream(division.buffers, self.stream_tokens(division.num_resident, division.slots))
+        tokens = self.stream_tokens(division.num_resident, division.slots)
+        return Stream(division.buffers, tokens, self.streams_into_slots(division))
+
+    def streams_into_slots(self, division: Division) -> bool:
+        """Whether prefill that streams brings experts into slots, and not into buffers."""
+        return self.reserve.stream_gb != 0 and all(rank.experts.streams_into(division.slots) for rank in self.ranks)
 
     # The KV cache
 
@@ -193,10 +199,11 @@ class Case(RankWeights):
             moe_layers=sum(bool(layer.experts) for layer in self.decoder_layers(stage)),
             plain_weights=self.plain_bytes[stage],
             table_bytes=self.table_bytes(stage),
-            resident_bytes=most.experts(n, slots),
+            resident_bytes=most.resident[n],
             slot_bytes=most.slots[slots],
             stream_buffers=division.buffers,
             stream_bytes=division.buffers * self.stream_layer_bytes(stage),
+            streams_into_slots=self.streams_into_slots(division),
             kv_bytes=self.kv_bytes(stage),
             driver_bytes=DRIVER_BYTES,
             budget_bytes=self.budget,

@@ -41,6 +41,8 @@ class RankMemory:
     stream_buffers: int
     stream_bytes: int
     """All stream buffers."""
+    streams_into_slots: bool
+    """Whether prefill streams into slots, and needs no buffer."""
     kv_bytes: int
     driver_bytes: int
     budget_bytes: int
@@ -184,6 +186,11 @@ class Plan:
     def rows(self) -> int:
         """Residents and slots of a layer, all in VRAM; 0 if nothing fits."""
         return (self.num_resident or 0) + self.slots
+
+    @property
+    def streams_into_slots(self) -> bool:
+        """Whether all ranks do."""
+        return all(rank.streams_into_slots for rank in self.ranks if rank.moe_layers)
 
     @property
     def stream_buffers(self) -> int:

@@ -157,15 +157,15 @@ def _streaming(plan: Plan) -> list[str]:
     """Whether prefill streams, and in which chunks that costs nothing."""
     if plan.num_resident == plan.num_experts:
         return []
-    if not plan.stream_buffers and plan.chunked_prefill_size < plan.stream_tokens:
+    streams = plan.stream_buffers or plan.streams_into_slots
+    if plan.chunked_prefill_size < plan.stream_tokens and (plan.streams_into_slots or not streams):
         return [
             f"With {plan.rows} of {plan.num_experts} experts in VRAM, copying a layer pays from {plan.stream_tokens} tokens "
-            f"on. Chunks of {plan.chunked_prefill_size} read offloaded experts in place, and no VRAM is kept for stream "
-            "buffers."
+            f"on. Chunks of {plan.chunked_prefill_size} read offloaded experts in place."
         ]
-    if not plan.stream_buffers:
+    if not streams:
         return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]
-    through = _counted(plan.stream_buffers, "stream buffer")
+    where = "into slots" if plan.streams_into_slots else f"through {_counted(plan.stream_buffers, 'stream buffer')}"
     hidden = f"No chunk of up to {HIDING_CHUNKS[-1]} tokens hides the copying."
     if plan.slowest_hiding_chunk:
         short = plan.slowest_hiding_chunk > plan.chunked_prefill_size
@@ -174,7 +174,7 @@ def _streaming(plan: Plan) -> list[str]:
         hidden = f"A chunk of {tokens} tokens or more hides its stream after the first layer{beyond}."
     elif plan.hiding_chunk:
         hidden = f"A chunk of {plan.hiding_chunk} tokens or more hides its stream after the first layer, on a fast link only."
-    return [f"Prefill of {plan.stream_tokens} tokens or more streams, through {through}. {hidden}"]
+    return [f"Prefill of {plan.stream_tokens} tokens or more streams, {where}. {hidden}"]
 
 
 def _basis(plan: Plan) -> str:

@@ -125,7 +125,7 @@ def _notes_of(case: Case, division: Division) -> list[str]:
         ]
         needed = f"is needed for {' and '.join(others)} only" if others else "is not needed"
         out.append(f"every expert fits in VRAM: offloading {needed}{slots}")
-    elif case.reserve.stream_gb and not division.buffers:
+    elif case.reserve.stream_gb and not division.buffers and not case.streams_into_slots(division):
         one = size(max(map(case.stream_layer_bytes, range(case.parallel.pp))))
         out.append(
             f"{_STREAM_GB} {case.reserve.stream_gb:g} is less than one stream buffer, which takes {one}: nothing streams"

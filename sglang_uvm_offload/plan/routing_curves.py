@@ -15,17 +15,16 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from sglang_uvm_offload.residency.slot_split import COARSE_SHARE
+from sglang_uvm_offload.residency.slot_split import FINE_SHARE
 
-MEASURED_SHARE = COARSE_SHARE
-"""The share of the VRAM in slots, of the curves with slots: the traced models have few enough experts for this one."""
-_SLOTS = f"and slots in {MEASURED_SHARE:.0%} of the VRAM"
+MEASURED_SHARE = FINE_SHARE
+"""The share of the VRAM in slots, of the curves with slots: what ``auto`` takes for the traced models, all of it."""
 POLICIES = {
     "other": "residents chosen on other traffic",
     "warmup": "residents chosen in a warm-up",
     "continuous": "residents that follow the traffic",
-    "other_slots": f"residents chosen on other traffic, {_SLOTS}",
-    "slots": f"residents chosen in a warm-up, {_SLOTS}",
+    "other_slots": "slots alone, filled by other traffic at first",
+    "slots": "slots alone",
 }
 
 
@@ -64,12 +63,12 @@ def hit_rates(family: str, requests: int, residency: float, slot_share: float = 
     slots, and with as many requests as are nearest to ``requests``. Of traces whose model is like ``family`` (a config's
     ``model_type``); of all traces, if there is none.
 
-    Slots were measured at ``MEASURED_SHARE``. Fewer are taken to bring their part of what that brings, and more to bring no
-    more."""
+    Slots were measured at ``MEASURED_SHARE``. Fewer are taken to bring their part of what that brings, which is less than they
+    do."""
     (other,) = [curve for curve in _content()["curves"] if "other" in curve]
     curves = _nearest(family, requests)
     if slot_share:
-        weight = min(1.0, slot_share / MEASURED_SHARE)
+        weight = slot_share / MEASURED_SHARE
         found = [_hit_rate(curve, residency, "slots", "warmup", weight) for curve in curves]
         unlike = _hit_rate(other, residency, "other_slots", "other", weight)
     else:

@@ -8,9 +8,10 @@
                     the longer of  bytes of its offloaded experts / copy rate  and  bytes of its residents / rate of copies in
                     VRAM,  less the time of what runs meanwhile
 
-Streaming copies each layer's experts to a buffer once, while the layer before computes; with one buffer, a copy overlaps only
-what comes between the experts of two layers. The copy for a chunk's first MoE layer begins with the chunk, and overlaps what
-comes before its experts; layers without experts are taken to come first.
+Streaming brings each layer's offloaded experts into slots once, while the layer before computes. Where there are no slots, it
+copies all of the layer's experts to a buffer; with one buffer, a copy overlaps only what comes between the experts of two
+layers. The copy for a chunk's first MoE layer begins with the chunk, and overlaps what comes before its experts; layers without
+experts are taken to come first.
 
 With slots, N counts residents and slots together, and slots are taken to be full. Every miss fills one: it crosses the link
 once, at the rate of a copy, before its layer computes, and is then read from VRAM; each MoE layer takes time to decide. Where a
@@ -81,7 +82,7 @@ class _Step:
 
 
 class _LayerCopy(NamedTuple):
-    """Of a layer's experts into a stream buffer: seconds that the blocks for the link, and those for VRAM, are busy."""
+    """Of a layer's experts into slots or a buffer: seconds that the blocks for the link, and those for VRAM, are busy."""
 
     link: float
     vram: float
@@ -126,9 +127,9 @@ class SpeedModel:
         chunk_tokens = min(chunk, workload.prompt_tokens)
         chunks = -(-workload.prompt_tokens // chunk_tokens)
         prompt = _Batch(chunk_tokens, 0, 0)
-        streamed = bool(stream.buffers) and num_resident < self.num_experts and chunk_tokens >= stream.tokens
+        streamed = num_resident < self.num_experts and stream.serves(chunk_tokens)
         if streamed:
-            prefill = self.streamed_chunk(rows, prompt, stream.buffers)
+            prefill = self.streamed_chunk(rows, prompt, stream)
         else:
             prefill = self.prefill_chunk(rows, rows / self.num_experts if slots else hit_rate, prompt)
         return Speed(
@@ -149,8 +150,8 @@ class SpeedModel:
     def hiding_chunk(self, rows: int, stream: Stream) -> int:
         """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows``
         residents and slots of each layer; 0 if there is none."""
-        chunks = (tokens for tokens in HIDING_CHUNKS if stream.buffers and tokens >= stream.tokens)
-        return next((tokens for tokens in chunks if self.hides(rows, _Batch(tokens, 0, 0), stream.buffers)), 0)
+        chunks = (tokens for tokens in HIDING_CHUNKS if stream.serves(tokens))
+        return next((tokens for tokens in chunks if self.hides(rows, _Batch(tokens, 0, 0), stream)), 0)
 
     def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
         """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""
@@ -177,35 +178,36 @@ class SpeedModel:
             for stage in self.stages
         )
 
-    def streamed_chunk(self, num_resident: int, prompt: _Batch, buffers: int) -> float:
-        """Seconds of a chunk whose layers find all their experts in a stream buffer."""
+    def streamed_chunk(self, num_resident: int, prompt: _Batch, stream: Stream) -> float:
+        """Seconds of a chunk whose layers find all their experts in VRAM."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
         seconds = 0.0
         for stage in self.stages:
-            slowed = (copy.slows(self.assumed) for copy in self.copies(stage, num_resident))
-            longer = sum(map(max, slowed, self.waits(stage, num_resident, prompt, buffers)))
+            slowed = (copy.slows(self.assumed) for copy in self.copies(stage, num_resident, stream))
+            longer = sum(map(max, slowed, self.waits(stage, num_resident, prompt, stream)))
             seconds += max(self.launching(stage), self.in_vram(stage, hit, prompt) + longer)
         return seconds
 
-    def copies(self, stage: StageCost, num_resident: int) -> list[_LayerCopy]:
+    def copies(self, stage: StageCost, num_resident: int, stream: Stream) -> list[_LayerCopy]:
         """Of each MoE layer of a stage."""
-        in_vram = num_resident / self.parallel.ep / vram_copy_rate(self.machine, self.assumed)
+        copied = 0 if stream.into_slots else num_resident
+        in_vram = copied / self.parallel.ep / vram_copy_rate(self.machine, self.assumed)
         offloaded = (self.num_experts - num_resident) / self.parallel.ep / self.copy_rate
         return [_LayerCopy(offloaded * nbytes, in_vram * nbytes) for nbytes in stage.expert_layers]
 
-    def hides(self, num_resident: int, prompt: _Batch, buffers: int) -> bool:
+    def hides(self, num_resident: int, prompt: _Batch, stream: Stream) -> bool:
         """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
-        return not any(sum(self.waits(stage, num_resident, prompt, buffers)[1:]) for stage in self.stages)
+        return not any(sum(self.waits(stage, num_resident, prompt, stream)[1:]) for stage in self.stages)
 
-    def waits(self, stage: StageCost, num_resident: int, prompt: _Batch, buffers: int) -> list[float]:
-        """Seconds that each MoE layer of a stage waits for its experts in a stream buffer."""
+    def waits(self, stage: StageCost, num_resident: int, prompt: _Batch, stream: Stream) -> list[float]:
+        """Seconds that each MoE layer of a stage waits for its experts to come into VRAM."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
         whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
         rest = between / stage.layers
         found, meanwhile = [], (stage.layers - len(stage.expert_layers)) * rest
-        for nbytes, copy in zip(stage.expert_layers, self.copies(stage, num_resident), strict=True):
+        for nbytes, copy in zip(stage.expert_layers, self.copies(stage, num_resident, stream), strict=True):
             found.append(max(0.0, max(copy) - meanwhile - rest))
-            meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if buffers > 1 else 0.0
+            meanwhile = (whole - between) * nbytes / sum(stage.expert_layers) if stream.ahead else 0.0
         return found
 
     def launching(self, stage: StageCost) -> float:

@@ -35,10 +35,20 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Stream:
-    """Chunks of ``tokens`` tokens or more stream through ``buffers`` buffers."""
+    """Chunks of ``tokens`` tokens or more stream through ``buffers`` buffers, or into slots."""
 
     buffers: int
     tokens: int
+    into_slots: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a layer's experts come while the layer before computes."""
+        return self.into_slots or self.buffers > 1
+
+    def serves(self, tokens: int) -> bool:
+        """Whether a chunk of so many tokens streams."""
+        return (self.into_slots or self.buffers > 0) and tokens >= self.tokens
 
 
 IN_PLACE = Stream(buffers=0, tokens=0)

@@ -1,8 +1,9 @@
-"""Which experts the slots of each layer hold. The kernels in ``kernels/uvm_ops.cu`` follow these rules bit for bit.
+"""Which experts the slots hold. The kernels in ``kernels/uvm_ops.cu`` follow these rules bit for bit.
 
-A slot is a row in VRAM, next to a layer's experts, that holds a copy of one of them. A step reads an offloaded expert over the
-link once, whether in place or into a slot, so filling a slot costs nothing but the expert that it held before. The policy
-evicts the expert that is least likely to be used next, and only for a miss that is more likely to be used.
+A slot is a row in VRAM that holds a copy of one expert. Layers of one shape share a pool of slots. A step reads an offloaded
+expert over the link once, whether in place or into a slot, so filling a slot costs nothing but the expert that it held before.
+The policy evicts the expert of any layer that is least likely to be used next, and only for a miss that is more likely to be
+used.
 
 It estimates that likelihood by counting. After every step each expert is in a *class*, by the time since its last use and by
 its use rates over a short and a long time. The *value* of a class is the share of its experts that were used in the next
@@ -10,17 +11,22 @@ its use rates over a short and a long time. The *value* of a class is the share 
 a setting (ranking by measured hit density, after LHD, Beckmann et al., NSDI 2018). All layers share the counts, which learns
 faster. All arithmetic is on integers in a fixed order, so ranks that see the same routing make the same decisions.
 
+Eviction compares the *worth* of experts: their value on a logarithmic scale, one byte, as of the last time that their layer was
+resolved. So a layer looks through a byte an expert, and learns for its own experts only. Of equal worth, experts of the layer
+that was resolved last go first: it is used again after all others.
+
 A prefill uses nearly all experts, which says little about decoding. But its last tokens use the experts that decoding is about
 to use, so the tokens of each request's *tail* count as the most recent decode steps.
 
-Arrays are ``[layers, experts]`` or ``[layers, slots]``. Pure: no clock, no device, no log.
+Arrays are ``[layers, experts]``. Pure: no clock, no device, no log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +52,10 @@ MAX_FILLS = 64
 """The most fills of a layer in one step. A lower limit adapts more slowly to new traffic and saves nothing: an expert that is
 not filled is read in place."""
 ASSUMED_EVENTS = 4
+WORTH_BITS = 3
+"""Steps of worth in an octave of value: 8. Finer ones save no link time."""
+NOT_HELD = 255
+"""The worth of an expert without a slot. The largest worth is 175."""
 TAIL = 64
 """Tokens at the end of each request of a prefill that count: four time constants of the short rate."""
 
@@ -96,26 +106,41 @@ class Tails:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a step does in each layer. A fill copies expert ``expert`` of layer ``layer`` into slot ``slot`` and evicts the
-    expert there. All fills come before the layer computes."""
+    """What a step does in each layer. A fill copies expert ``expert`` of layer ``layer`` into slot ``slot`` of the layer's pool
+    and evicts the expert there. All fills of a layer come before it computes."""
 
     hit: np.ndarray
-    """``bool[layers, experts]``: the experts that the step reads and that were in a slot before it."""
+    """``bool[layers, experts]``: the experts that the step reads and that were in a slot when their layer was resolved."""
     fills: list[tuple[int, int, int]]
     """(layer, expert, slot)"""
+
+
+class SlotPool(NamedTuple):
+    """Slots that layers share."""
+
+    layers: Sequence[int]
+    """In the order of a step."""
+    slots: int
 
 
 class SlotPolicy:
     """The state of one model's slots on one rank. Each step calls ``begin_step``, then resolves each layer."""
 
-    def __init__(self, present: np.ndarray, slots: int, max_fills: int = MAX_FILLS):
-        """``present``: ``bool[layers, experts]``, False past the experts of a layer that has fewer than others."""
+    def __init__(self, present: np.ndarray, pools: Sequence[SlotPool], max_fills: int = MAX_FILLS):
+        """``present``: ``bool[layers, experts]``, False past the experts of a layer that has fewer than others. A layer is in
+        one of the ``pools`` at most; only these may be resolved."""
         self.present = present
         self.max_fills = max_fills
+        self.pools = pools
         self.now = 0
         """Steps so far."""
         self.slot_of = np.full(present.shape, EMPTY)
-        self.owner = np.full((len(present), slots), EMPTY)
+        """The slot of each expert, in its layer's pool."""
+        self.worth = [np.full((len(pool.layers), present.shape[1]), NOT_HELD, dtype=np.uint8) for pool in pools]
+        """Of each pool, ``[layers of the pool, experts]``: what experts in slots were worth when their layer was resolved."""
+        self.taken = [0] * len(pools)
+        """Of each pool, how many slots were filled since they were empty: the first ones."""
+        self._at = {layer: (index, at) for index, pool in enumerate(pools) for at, layer in enumerate(pool.layers)}
         self.last = np.zeros(present.shape, dtype=np.int64)
         """The step of the last use, from 1; 0: none yet."""
         self.lately = np.zeros(present.shape, dtype=np.int64)
@@ -133,26 +158,49 @@ class SlotPolicy:
         self._values = (self.uses << VALUE_BITS) // self.events
         self.now += 1
 
-    def resolve(self, used: np.ndarray, share: np.ndarray, layers: slice = slice(None)) -> Resolved:
+    def resolve(self, used: np.ndarray, share: np.ndarray, layers: slice = slice(None), *, fill: bool = True) -> Resolved:
         """Resolve ``layers`` of a decode step that uses the experts ``used``. ``share``: int, how much of each expert is
-        offloaded, 0 (nothing) to ``WHOLE``. Both are ``[layers, experts]``."""
+        offloaded, 0 (nothing) to ``WHOLE``. Both are ``[layers, experts]``. ``fill``: not in a step for which experts are
+        brought."""
         self._observe(used, layers)
-        return self._fill(used, used, share, layers)
+        return self._fill(used & fill, used, share, layers)
 
-    def resolve_prefill(self, read: np.ndarray, tails: Tails, share: np.ndarray, layers: slice = slice(None)) -> Resolved:
-        """Resolve ``layers`` of a prefill with ``tails``. ``read``: bool, the experts that it reads in place or from slots;
-        none if it computes from stream buffers. All are ``[layers, experts]``."""
+    def resolve_prefill(
+        self, read: np.ndarray, tails: Tails, share: np.ndarray, layers: slice = slice(None), *, fill: bool = True
+    ) -> Resolved:
+        """Resolve ``layers`` of a prefill with ``tails``. ``read``: bool, the experts that it reads. All are ``[layers,
+        experts]``. ``fill``: as for ``resolve``."""
         used = tails.distance < TAIL
         last, lately = self.last[layers], self.lately[layers]
         last[used] = np.maximum(last[used], np.maximum(self.now - tails.distance[used], 1))
         lately[:] = np.maximum(lately, tails.rate)
         self.classes[1:, layers] = EMPTY  # the tails would count as uses of the earlier classes
         self.classes[0, layers] = self._classes(layers)
-        return self._fill(used, read, share, layers)
+        return self._fill(used & fill, read, share, layers)
+
+    def bring(self, layer: int, share: np.ndarray, beside: int | None = None) -> list[tuple[int, int]]:
+        """(expert, slot): bring all offloaded experts of a layer into slots, ahead of a step that is taken to use all of them.
+        ``share``: ``[experts]``, as for ``resolve``. They get free slots, then those of the experts of the lowest worth of any
+        layer but this one and ``beside``, which may be computed meanwhile. Where these are too few, the experts of the highest
+        value come."""
+        pool, at = self._at[layer]
+        value = self._values[self._classes(slice(layer, layer + 1))[0]] * share // WHOLE
+        missing = np.flatnonzero(self.present[layer] & (share > 0) & (self.slot_of[layer] == EMPTY))
+        missing = missing[np.argsort(-value[missing], kind="stable")].tolist()
+        kept = [row for row, index in enumerate(self.pools[pool].layers) if index in (layer, beside)]
+        free = self._take_free(pool, len(missing))
+        victims = self._victims(pool, at, dict.fromkeys(kept, slice(None)), len(missing) - len(free))
+        slots = free + [self._evict(pool, *victim) for victim in victims]
+        fills = list(zip(missing, slots, strict=False))
+        for expert, slot in fills:
+            self.slot_of[layer, expert], self.worth[pool][at, expert] = slot, worth_of(value[expert])
+        return fills
 
     def reset(self) -> None:
         """Empty the slots, because the experts' bytes may have changed. The learned counts stay."""
-        self.slot_of[:], self.owner[:] = EMPTY, EMPTY
+        self.slot_of[:], self.taken = EMPTY, [0] * len(self.pools)
+        for worth in self.worth:
+            worth[:] = NOT_HELD
 
     def _observe(self, used: np.ndarray, layers: slice) -> None:
         """Count a decode step."""
@@ -175,16 +223,68 @@ class SlotPolicy:
 
     def _fill(self, wanted: np.ndarray, read: np.ndarray, share: np.ndarray, layers: slice) -> Resolved:
         """Fill slots with those of ``wanted`` that are worth it. Slots of ``read`` experts stay."""
-        slot_of, owner = self.slot_of[layers], self.owner[layers]
         value = self._values[self.classes[0, layers]] * share // WHOLE
-        hit = read & (slot_of != EMPTY)
-        miss = wanted & (slot_of == EMPTY) & (share > 0)
-        fills = _fills(miss, read, value, self.last[layers], owner, self.max_fills) if miss.any() else []
-        for layer, expert, slot in fills:
-            if (evicted := owner[layer, slot]) != EMPTY:
-                slot_of[layer, evicted] = EMPTY
-            owner[layer, slot], slot_of[layer, expert] = expert, slot
+        hit, fills = np.zeros_like(read), list[tuple[int, int, int]]()
+        for index, layer in enumerate(range(len(self.present))[layers]):
+            hit[index] = read[index] & (self.slot_of[layer] != EMPTY)  # an earlier layer may have evicted some in this step
+            if layer in self._at:
+                new = self._fill_layer(layer, wanted[index] & (share[index] > 0), read[index], value[index])
+                fills += [(index, expert, slot) for expert, slot in new]
         return Resolved(hit, fills)
+
+    def _fill_layer(self, layer: int, wanted: np.ndarray, read: np.ndarray, value: np.ndarray) -> list[tuple[int, int]]:
+        """(expert, slot): the misses of the highest value (ties: lower ids) get free slots, then those of the experts of the
+        lowest worth, as long as they are worth more. ``wanted``, ``read``, ``value``: ``[experts]``."""
+        pool, at = self._at[layer]
+        held, worth, slot_of = self.slot_of[layer] != EMPTY, worth_of(value), self.slot_of[layer]
+        mine: np.ndarray = self.worth[pool][at]
+        mine[:] = np.where(held, worth, NOT_HELD)
+        misses = np.flatnonzero(wanted & ~held)
+        misses = misses[np.argsort(-value[misses], kind="stable")][: self.max_fills].tolist()
+        free = self._take_free(pool, len(misses))
+        fills = list(zip(misses, free, strict=False))
+        misses = misses[len(free) :]
+        for expert, (away, victim) in zip(misses, self._victims(pool, at, {at: read}, len(misses)), strict=False):
+            if worth[expert] <= self.worth[pool][away, victim]:
+                break
+            fills.append((expert, self._evict(pool, away, victim)))
+        for expert, slot in fills:
+            slot_of[expert], mine[expert] = slot, worth[expert]
+        return fills
+
+    def _take_free(self, pool: int, most: int) -> list[int]:
+        first = self.taken[pool]
+        self.taken[pool] = min(first + most, self.pools[pool].slots)
+        return list(range(first, self.taken[pool]))
+
+    def _evict(self, pool: int, at: int, expert: int) -> int:
+        """The slot that the expert had."""
+        layer = self.pools[pool].layers[at]
+        slot = int(self.slot_of[layer, expert])
+        self.slot_of[layer, expert], self.worth[pool][at, expert] = EMPTY, NOT_HELD
+        return slot
+
+    def _victims(self, pool: int, at: int, kept: Mapping[int, np.ndarray | slice], most: int) -> list[tuple[int, int]]:
+        """(layer of the pool, expert): the first ``most`` to evict when the pool's layer ``at`` is resolved, without those that
+        are ``kept``, by layer of the pool. Of equal worth the layer itself comes first, then the one resolved before it, and so
+        on; in a layer the lower ids."""
+        if most <= 0:
+            return []
+        layers = (at - np.arange(len(self.worth[pool]))) % len(self.worth[pool])
+        worth = self.worth[pool][layers]
+        for layer, experts in kept.items():
+            worth[(at - layer) % len(layers), experts] = NOT_HELD
+        flat = worth.ravel()
+        enough = int(np.searchsorted(np.cumsum(np.bincount(flat, minlength=NOT_HELD)[:NOT_HELD]), most))
+        found = np.flatnonzero(flat <= min(enough, NOT_HELD - 1))
+        found = found[np.argsort(flat[found], kind="stable")][:most]
+        return [(int(layers[row]), int(expert)) for row, expert in zip(*np.divmod(found, worth.shape[1]), strict=True)]
+
+
+def worth_of(value: np.ndarray) -> np.ndarray:
+    """uint8: values below ``1 << 21`` on a logarithmic scale, up to ``(21 << WORTH_BITS) + 7``."""
+    octave = floor_log2(value + 1)
+    return ((octave << WORTH_BITS) + ((value + 1 << WORTH_BITS >> octave) & ((1 << WORTH_BITS) - 1))).astype(np.uint8)
 
 
 def _classes(since: np.ndarray, ever: np.ndarray, lately: np.ndarray, long: np.ndarray) -> np.ndarray:
@@ -193,26 +293,3 @@ def _classes(since: np.ndarray, ever: np.ndarray, lately: np.ndarray, long: np.n
     octave = floor_log2(np.maximum(lately, 1)) - (RATE_BITS - LATELY)
     half = half_octaves(np.maximum(long, 1)) - (2 * RATE_BITS - LONG)
     return (np.minimum(age, AGES - 1) * LATELY + octave.clip(0, LATELY - 1)) * LONG + half.clip(0, LONG - 1)
-
-
-def _fills(
-    miss: np.ndarray, read: np.ndarray, value: np.ndarray, last: np.ndarray, owner: np.ndarray, most: int
-) -> list[tuple[int, int, int]]:
-    """(layer, expert, slot): pairs the misses of the highest value (ties: lower ids) with the slots of the lowest value, as
-    long as the miss is worth more. Slots that the step reads stay. Between slots of equal value, the one used longer ago goes
-    first, then the lower one."""
-    if not owner.shape[1]:
-        return []
-    held, free = np.maximum(owner, 0), owner == EMPTY
-    worth = np.where(free, -1, np.take_along_axis(value, held, axis=1))
-    age = np.where(free, 0, np.take_along_axis(last, held, axis=1))
-    in_use = ~free & np.take_along_axis(read, held, axis=1)
-    out: list[tuple[int, int, int]] = []
-    for layer in np.flatnonzero(miss.any(axis=1)).tolist():
-        experts = np.flatnonzero(miss[layer])
-        experts = experts[np.argsort(-value[layer, experts], kind="stable")][:most]
-        slots = np.flatnonzero(~in_use[layer])
-        slots = slots[np.lexsort((age[layer, slots], worth[layer, slots]))][:most]
-        pairs = zip(experts.tolist(), slots.tolist(), strict=False)
-        out += [(layer, e, s) for e, s in pairs if value[layer, e] > worth[layer, s]]
-    return out

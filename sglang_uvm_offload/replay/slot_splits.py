@@ -1,4 +1,4 @@
-"""Slots on a trace: the real policy of a layer's extra rows in VRAM, and VRAM split between them and residents.
+"""Slots on a trace: the real policy of the rows in VRAM that layers share, and VRAM split between them and residents.
 
 A miss crosses the link once, whether it is read in place or fills a slot. Arrays are ``bool[layers, experts]``.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE, SlotPolicy
+from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE, SlotPolicy, SlotPool
 from sglang_uvm_offload.replay.baselines import Served
 from sglang_uvm_offload.replay.results import Split
 
@@ -18,12 +18,13 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class SlotCache:
-    """``slots`` slots in each layer of ``shape``, and ``residents`` that never change. Other experts are offloaded whole."""
+    """One pool with ``slots`` slots for each layer of ``shape``, and ``residents`` that never change. Other experts are
+    offloaded whole."""
 
     def __init__(self, shape: tuple[int, int], slots: int, residents: np.ndarray):
         self._residents = residents
         self._share = np.where(residents, 0, WHOLE)
-        self._policy = SlotPolicy(np.ones(shape, dtype=bool), slots)
+        self._policy = SlotPolicy(np.ones(shape, dtype=bool), [SlotPool(range(shape[0]), slots * shape[0])])
 
     @property
     def resident(self) -> np.ndarray:

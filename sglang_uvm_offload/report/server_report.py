@@ -119,8 +119,8 @@ def _slots(slots: SlotStatus) -> str:
         text += ": of the uses of offloaded experts, {} were served by a slot, {} filled one, {} were read in place".format(
             *shares
         )
-    if slots.kept:
-        text += f"; prompts that streamed left {slots.kept} experts in slots"
+    if slots.brought:
+        text += f"; {slots.brought} experts came into slots ahead of prompts"
     return text + ("" if slots.missing is None else f"; {slots.missing} has no rows for them")
 
 

@@ -64,8 +64,14 @@ class RankBudget(Struct, frozen=True):
     """Its part of lookup tables that are yet to be made."""
     computes_from_slots: bool = True
     """Whether any of its layers does."""
+    buffer_beside_slots: int = 0
+    """Of one stream buffer for the layers that do not, where the others stream into slots."""
     one_memory: bool = False
     """Whether the GPU has the host's memory."""
+
+    def buffer_with(self, slots: int) -> int:
+        """Of one stream buffer beside so many slots of a layer; 0 if none is needed."""
+        return self.buffer_beside_slots if self.experts.streams_into(slots) else self.buffer
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
     def most(buffers: int) -> int | None:
         return _largest(places + 1, lambda rows: _fits(*split(rows), 0 if rows == places else buffers, ranks))
 
-    counts = list(range(MOST_BUFFERS, -1, -1)) if given is None else [_buffers_in(given, ranks)]
+    counts = list(range(MOST_BUFFERS, -1, -1)) if given is None else [_buffers_in(given, slots.asked or 0, ranks)]
     for count in counts:
         rows, last = most(count), count == counts[-1]
         if rows is None:
@@ -148,7 +154,7 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
                 residents, behind = _that_host_ram_holds(residents, behind, rows, ranks)
             if short := _short_of_host(residents, behind, ranks):
                 raise FlagError([f"{_N} {AUTO}: {short}"])
-            return Division(residents, behind, 0 if rows == places else count)
+            return Division(residents, behind, 0 if rows == places else _needed_buffers(count, behind, ranks))
     host = _short_of_host(0, 0, ranks)
     raise FlagError(
         [_no_room(asked, ranks, 0, counts[-1]), *([f"{_N} {AUTO}: with no expert resident {host}"] if host else [])]
@@ -171,12 +177,12 @@ def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
     fits = partial(_fits, n, slots, ranks=ranks)
     buffers = 0
     if offloads and given is not None:
-        buffers = _buffers_in(given, ranks)
-        largest = max(rank.buffer for rank in ranks)
+        buffers = _buffers_in(given, slots, ranks)
+        largest = max(rank.buffer_with(slots) for rank in ranks)
         if given and largest and not buffers:
             raise FlagError([f"{_STREAM_GB} {given:g}: one buffer takes {size(largest)}; give that, {AUTO}, or 0"])
     elif offloads and asked.streams(n, slots):
-        buffers = next((count for count in range(MOST_BUFFERS, 0, -1) if fits(count)), 0)
+        buffers = next((count for count in range(_needed_buffers(MOST_BUFFERS, slots, ranks), 0, -1) if fits(count)), 0)
     short = [_short_of_vram(n, slots, buffers if given is not None else 0, ranks, "" if given is None else f"{given:g}")]
     if host := _short_of_host(n, slots, ranks):
         least = next((more for more in range(n, places) if not _short_of_host(more, slots, ranks)), places)
@@ -191,8 +197,13 @@ def buffers_in(gib: float, layer_bytes: int) -> int:
     return min(MOST_BUFFERS, int(gib * (1 << 30)) // layer_bytes) if layer_bytes else 0
 
 
-def _buffers_in(gib: float, ranks: Sequence[RankBudget]) -> int:
-    return min((buffers_in(gib, rank.buffer) for rank in ranks if rank.buffer), default=0)
+def _buffers_in(gib: float, slots: int, ranks: Sequence[RankBudget]) -> int:
+    return min((buffers_in(gib, nbytes) for rank in ranks if (nbytes := rank.buffer_with(slots))), default=0)
+
+
+def _needed_buffers(count: int, slots: int, ranks: Sequence[RankBudget]) -> int:
+    """``count``, or 0 where all layers stream into slots."""
+    return count if any(rank.buffer_with(slots) for rank in ranks) else 0
 
 
 def _fits(residents: int, slots: int, buffers: int, ranks: Sequence[RankBudget]) -> bool:
@@ -203,7 +214,7 @@ def _fits(residents: int, slots: int, buffers: int, ranks: Sequence[RankBudget])
 def _needed(residents: int, slots: int, buffers: int, rank: RankBudget) -> int:
     sizes = rank.experts
     shared = sizes.offloaded[residents] if rank.one_memory else 0
-    return sizes.in_vram(residents, slots) + buffers * rank.buffer + shared
+    return sizes.in_vram(residents, slots) + buffers * rank.buffer_with(slots) + shared
 
 
 def _short_of_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], stream_gb: str) -> str:
@@ -217,7 +228,7 @@ def _short_of_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget]
         return ""
     most = _largest(n, lambda residents: all(spare(residents, each) >= 0 for each in ranks))
     given = f"{_N} {n}" + (f" and {_SLOTS} {slots}" if slots else "")
-    stream = f", {size(buffers * rank.buffer)} for stream buffers" if buffers else ""
+    stream = f", {size(buffers * rank.buffer_with(slots))} for stream buffers" if buffers else ""
     stream += f" ({_STREAM_GB} {stream_gb})" if buffers and stream_gb else ""
     if rank.one_memory:
         remedy = ONE_MEMORY

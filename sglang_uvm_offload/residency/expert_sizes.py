@@ -10,8 +10,9 @@ from functools import lru_cache
 import numpy as np
 from msgspec import Struct
 
+from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
 
 
 class ExpertSizes(Struct, frozen=True):
@@ -19,24 +20,25 @@ class ExpertSizes(Struct, frozen=True):
     it: lists of one more than there are places."""
 
     resident: list[int]
-    """VRAM of residents without slots behind them, in whole blocks."""
-    beside_slots: list[int]
-    """The same with slots: the block that the last expert shares with them is in VRAM always."""
+    """VRAM of residents, in whole blocks."""
     slots: list[int]
-    """VRAM of slots, beyond the experts' blocks."""
+    """VRAM of slots: as many on average, in pools that layers of one shape share."""
     offloaded: list[int]
     """Host RAM of what is not resident."""
+    slots_to_stream: int = 0
+    """From how many slots of a layer on pools hold the experts of two of their layers, so that a step may stream into them;
+    ``NEVER`` if no number does. Pools of few layers never do and do not count."""
+
+    def streams_into(self, slots: int) -> bool:
+        """Whether steps stream into so many slots of a layer, and need no buffers."""
+        return 0 < self.slots_to_stream <= slots
 
     @property
     def num_places(self) -> int:
         return len(self.resident) - 1
 
-    def experts(self, residents: int, slots: int) -> int:
-        """VRAM of the experts' blocks, with ``slots`` behind them."""
-        return (self.beside_slots if slots else self.resident)[residents]
-
     def in_vram(self, residents: int, slots: int) -> int:
-        return self.experts(residents, slots) + self.slots[slots]
+        return self.resident[residents] + self.slots[slots]
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,32 @@ class LayerExperts:
     ep_rank: int
     ep_size: int
     plain_bytes: int = 0
-    """Of one expert in the other tensors, which have a row for each slot too."""
+    """Of one expert in the other tensors, of which slots have rows too."""
 
 
 def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes:
     """``num_places``: of a layer's routed experts over all ranks that share it."""
-    out = np.zeros((4, num_places + 1), dtype=np.int64)
+    out = np.zeros((3, num_places + 1), dtype=np.int64)
+    enough: list[int] = []
     for layer, count in Counter(layers).items():
         shard = LayerShard(0, layer.routed, ep_rank=layer.ep_rank, ep_size=layer.ep_size)
         share = np.array([shard.share_of(number) for number in range(num_places + 1)])
         for layout in layer.layouts:
-            out += count * _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
-        out[2] += count * layer.plain_bytes * share
-    return ExpertSizes(*(row.tolist() for row in out))
+            resident, offloaded = _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
+            out += count * np.array([resident, 0 * resident, offloaded])
+            out[1] += [round_up(count * int(number) * layout.expert_bytes, layout.block_bytes) for number in share]
+        out[1] += count * layer.plain_bytes * share
+        enough += np.flatnonzero(layer.routed * 2 <= count * share)[:1].tolist() if layer.routed and layer.layouts else []
+    resident, slots, offloaded = out.tolist()
+    return ExpertSizes(resident, slots, offloaded, max(enough, default=NEVER))
 
 
 @lru_cache(maxsize=256)
 def _of_tensor(layout: ExpertLayout, routed: int) -> np.ndarray:
-    """int64 ``[4, routed + 1]``, as the fields of ``ExpertSizes``, by the number of the first local experts, or of slots."""
-    alone = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes)
-    behind = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, num_slots=1)
-    out = np.zeros((4, routed + 1), dtype=np.int64)
+    """int64 ``[2, routed + 1]``: bytes in VRAM and in host RAM, by the number of the first local experts that are resident."""
+    out = np.zeros((2, routed + 1), dtype=np.int64)
     shared = np.arange(layout.num_experts) >= routed
     for number in range(routed + 1):
-        first = (np.arange(layout.num_experts) < number) | shared
-        held = alone.holding(first)
-        out[0, number] = alone.taken_by(held)
-        out[1, number] = behind.taken_by(behind.holding(first) | behind.edge)
-        out[2, number] = ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, number).slot_bytes
-        out[3, number] = alone.taken_by(~held)
+        held = layout.holding((np.arange(layout.num_experts) < number) | shared)
+        out[:, number] = layout.taken_by(held), layout.taken_by(~held)
     return out

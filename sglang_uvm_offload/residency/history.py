@@ -174,9 +174,7 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
     served = _served(extents, activations / expert_bytes[:, None])
     order = np.flatnonzero(movable)
     order = order[np.argsort(-extents.density(activations)[order], kind="stable")]
-    capacity = np.array(
-        [[sum(it.budget(int(n)) - it.edge_bytes for it in layer.layouts) for n in residents] for layer in model.layers]
-    )
+    capacity = np.array([[sum(it.budget(int(n)) for it in layer.layouts) for n in residents] for layer in model.layers])
     always = served[~movable].sum()
     of_layer = [order[extents.layer[order] == index] for index in range(len(capacity))]
     uniform = np.sum([_best(served, extents.nbytes, *pair) for pair in zip(of_layer, capacity, strict=True)], axis=0)

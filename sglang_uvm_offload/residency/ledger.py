@@ -11,10 +11,9 @@ import numpy as np
 from sglang_uvm_offload.expert_location import by_expert
 from sglang_uvm_offload.routing.counts import (
     ACTIVATIONS,
+    SLOT_BROUGHT,
     SLOT_FILLS,
     SLOT_HITS,
-    SLOT_KEPT,
-    SLOT_STREAMED,
     SLOT_TOKENS,
     PendingCounts,
     Phase,
@@ -40,8 +39,8 @@ class Ledger:
         num_layers = len(model.layers)
         self.routed = np.zeros(num_layers, dtype=np.int64)
         self.routed_resident = np.zeros(num_layers)
-        """Routed tokens, and those on residents or slots, whether steps read in place or stream. An expert that is in VRAM in
-        part serves that part of each token."""
+        """Routed tokens, and those on residents or slots, whether steps read in place or stream: what was brought for a step
+        does not count. An expert that is in VRAM in part serves that part of each token."""
         self.activated_bytes = np.zeros(num_layers, dtype=np.int64)
         self.zero_copy_bytes = np.zeros(num_layers, dtype=np.int64)
         """Bytes of placed experts that steps read in place, each expert once a step, and those of them that were in host RAM. A
@@ -58,8 +57,8 @@ class Ledger:
         filled one, and those that were read in place."""
         self.filled_bytes = np.zeros(num_layers, dtype=np.int64)
         """Bytes of offloaded experts that filled slots over the link."""
-        self.slot_kept = np.zeros(num_layers, dtype=np.int64)
-        """Experts that steps that streamed have left in slots."""
+        self.slot_brought = np.zeros(num_layers, dtype=np.int64)
+        """Experts that came into slots ahead of steps that stream."""
         self.moves = 0
         """Extents promoted."""
         self.moved_bytes = 0
@@ -144,8 +143,9 @@ class Ledger:
         self.slot_hits += hits.sum(axis=1)
         self.slot_fills += fills.sum(axis=1)
         self.slot_bypasses += (activations - hits - fills).sum(axis=1)
-        self.slot_kept += slots[:, :, SLOT_KEPT].sum(axis=(1, 2))
-        self.streamed_bytes += (slots[:, :, SLOT_STREAMED].sum(axis=1) * offloaded).sum(axis=1)
+        brought = slots[:, :, SLOT_BROUGHT].sum(axis=1)
+        self.slot_brought += brought.sum(axis=1)
+        self.streamed_bytes += (brought * offloaded).sum(axis=1)
 
     @property
     def steps(self) -> int:

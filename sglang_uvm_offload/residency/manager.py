@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -98,10 +99,9 @@ class OffloadManager:
 
     # Loading
 
-    def begin_model(self, draft: bool, most_slots: int | None = 0) -> ModelExperts:
-        """Call it before a model is built. ``most_slots``: of a layer, over all ranks that share it; None for as many as
-        experts."""
-        self.models.append(ModelExperts(draft, most_slots))
+    def begin_model(self, draft: bool) -> ModelExperts:
+        """Call it before a model is built."""
+        self.models.append(ModelExperts(draft))
         return self.models[-1]
 
     def place_model(self, model: ModelExperts, placement: InitialPlacement | None = None) -> None:
@@ -115,6 +115,8 @@ class OffloadManager:
         chosen = [EVERYTHING] * len(shards) if placement is None else placement.of_layers(shards)
         with layer_bar("Placing experts", len(shards), self.progress()) as bar:
             for layer, of_layer in zip(model.layers, chosen, strict=True):
+                if placement is not None and not placement.converted_later:
+                    layer.join_pool(functools.partial(model.pool_for, layer))
                 layer.place(of_layer.choose, of_layer.kept, of_layer.slots)
                 bar.update()
 
@@ -122,6 +124,7 @@ class OffloadManager:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
         (a pipeline stage can hold dense layers only)."""
         layers = model.layers
+        model.place_slots()
         if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
             raise FlagError([f"{flag_name('num_resident')} {self.placement.config.num_resident}: the model has {found}"])

@@ -10,6 +10,7 @@ import numpy as np
 
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.memory.protocol import Memory
@@ -23,20 +24,40 @@ class ModelExperts:
     """A draft model's experts are counted apart from the target's."""
 
     draft: bool
-    most_slots: int | None = 0
-    """Of a layer, over all ranks that share it; None for as many as experts. Only the target gets any."""
     layers: list[ExpertLayer] = field(default_factory=list)
     counters: RoutingCounters | None = None
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
+    _pools: dict[tuple[int, ...], ExpertPool] = field(default_factory=dict)
+    """By the experts of a layer, and their bytes in each tensor."""
 
     def add_layer(self, memory: Memory, shard: LayerShard) -> ExpertLayer:
         """Call it for each MoE layer while the model is built, in their order. Its experts are address space until they are
         placed."""
-        most = 0 if self.draft else shard.routed if self.most_slots is None else shard.share_of(self.most_slots)
-        layer = ExpertLayer(memory, shard, reserved_slots=most)
-        self.layers.append(layer)
-        return layer
+        self.layers.append(ExpertLayer(memory, shard, len(self.layers)))
+        return self.layers[-1]
+
+    def pools(self) -> list[ExpertPool]:
+        """Those of the layers, in order."""
+        return list(dict.fromkeys(layer.pool for layer in self.layers if layer.pool is not None))
+
+    def pool_for(self, layer: ExpertLayer, expert_bytes: tuple[int, ...]) -> ExpertPool | str:
+        """``experts.layer.PoolOf`` for one of the layers."""
+        key = (layer.num_experts, *expert_bytes)
+        if key not in self._pools:
+            most = sum(each.shard.routed for each in self.layers)
+            try:
+                self._pools[key] = ExpertPool(layer.memory, len(self.layers), layer.num_experts, expert_bytes, most)
+            except ValueError as error:
+                return str(error)
+        return self._pools[key]
+
+    def place_slots(self) -> None:
+        """Once all tensors are in their pools: a pool has the slots of all layers in it. Raises ``ManagedMemoryError``."""
+        kept = self.pools()
+        self._pools = {key: pool for key, pool in self._pools.items() if pool in kept}
+        for pool in kept:
+            pool.place_slots(sum(layer.num_slots for layer in self.layers if layer.pool is pool))
 
     @property
     def num_places(self) -> int:
@@ -84,10 +105,8 @@ class ModelExperts:
         return 1.0 - offloaded / np.maximum(self.expert_bytes, 1)[:, None]
 
     def movable(self) -> np.ndarray:
-        """``bool[extents]``: those without a byte of a slot, or of an expert that stays in VRAM."""
-        kept = self.extents.holding(self._stacked([layer.kept for layer in self.layers]))
-        edges = (layout.edge for layer in self.layers for layout in layer.layouts)
-        return ~(kept | np.concatenate([np.zeros(0, dtype=bool), *edges]))
+        """``bool[extents]``: those without a byte of an expert that stays in VRAM."""
+        return ~self.extents.holding(self._stacked([layer.kept for layer in self.layers]))
 
     def candidates(self) -> np.ndarray:
         """``bool[layers, width]``: the experts that can be offloaded."""

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from sglang_uvm_offload.experts.layer import ExpertLayer, check_host_ram
+from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
@@ -156,15 +157,15 @@ class Mover:
             return
         self._awake = [(layer, layer.resident_extents()) for layer in layers]
         nothing = [(layer, np.zeros_like(resident)) for layer, resident in self._awake]
-        edges = sum(layout.edge_bytes for layer in layers for layout in layer.layouts)
-        needed = edges + sum(layer.host_bytes_to_demote(none) + layer.slot_bytes for layer, none in nothing)
+        pools = _pools(layers)
+        needed = sum(layer.host_bytes_to_demote(none) for layer, none in nothing) + sum(pool.slot_bytes for pool in pools)
         try:
             check_host_ram(self.memory, "demote", "the experts", needed)
             moved = self.move(nothing, show=False)
             if self.failure is not None:  # other ranks take host RAM at the same time, so also in the midst of it
                 raise ManagedMemoryError("demote", "the experts", Span(0, needed), self.failure)
-            for layer in layers:
-                layer.place_slots(Location.HOST)
+            for pool in pools:
+                pool.move_slots(Location.HOST)
         except ManagedMemoryError as failure:
             logger.error("Expert offload: experts stay in VRAM, also while the server gives up its memory: %s", failure)
             self._bring_back(self._awake)
@@ -174,8 +175,9 @@ class Mover:
     def _bring_back(self, before: Sequence[LayerExtents]) -> None:
         """At once what has left: after a failure ``wake`` would not."""
         try:
+            for pool in _pools([layer for layer, _ in before]):
+                pool.move_slots(Location.DEVICE)
             for layer, extents in before:
-                layer.place_slots(Location.DEVICE)
                 layer.promote(extents)
         except ManagedMemoryError as failure:
             logger.error(
@@ -188,8 +190,8 @@ class Mover:
         if before is None:
             return
         try:
-            for layer, _ in before:
-                layer.place_slots(Location.DEVICE)
+            for pool in _pools([layer for layer, _ in before]):
+                pool.move_slots(Location.DEVICE)
         except ManagedMemoryError as failure:
             logger.error("Expert offload: slots stay in host RAM: %s. Serving goes on; decoding may be slower.", failure)
         # New weights may have come in tensors of other extents, which were placed when they were made.
@@ -209,6 +211,10 @@ class ThisThread(Executor):
         except Exception as error:  # noqa: BLE001 -- kept, as by any executor, for ``Future.result``, which raises it
             done.set_exception(error)
         return done
+
+
+def _pools(layers: Sequence[ExpertLayer]) -> list[ExpertPool]:
+    return list(dict.fromkeys(layer.pool for layer in layers if layer.pool is not None))
 
 
 def layer_bar(what: str, total: int, show: bool) -> tqdm:

@@ -37,6 +37,8 @@ class InitialPlacement:
     profile: Profile | None
     first: int = 0
     """How many MoE layers earlier pipeline stages have."""
+    converted_later: bool = False
+    """Whether other tensors replace the experts' once they are loaded: only those move into the pools of slots."""
 
     def with_residents(self, num_resident: int) -> InitialPlacement:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, num_resident=num_resident))
@@ -77,8 +79,8 @@ class InitialPlacement:
 
 def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """``bool[extents]``: the ones of a tensor that should serve the most activations, in the room of the experts ``first``.
-    Extents of the experts ``kept``, and the edge, are there already."""
-    movable = ~(layout.holding(kept) | layout.edge)
+    Extents of the experts ``kept`` are there already."""
+    movable = ~layout.holding(kept)
     there = layout.holding(first) & movable
     capacity = np.array([layout.taken_by(there)])
     return hottest(seen, extents_of([[layout]], layout.num_experts), capacity, there, movable)

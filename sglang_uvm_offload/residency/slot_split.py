@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FINE_EXPERTS = 128
-"""In models with this many experts a layer, most requests share none: recent use predicts best."""
-FINE_SHARE, COARSE_SHARE = 0.75, 0.5
-"""The share of the VRAM that becomes slots without a trace to choose it by. More would take a few percent less of the link for
-decode steps (benchmarks/results/slots/splits.md), and more host RAM: what a slot holds stays there too."""
+FINE_EXPERTS = 32
+"""In models with this many experts a layer, slots alone miss at most 2 % more than the best split of the VRAM, and prompts
+bring no more than beside residents (tests/unit/test_replay_slot_splits.py)."""
+FINE_SHARE, COARSE_SHARE = 1.0, 0.5
+"""The share of the VRAM that becomes slots without a trace to choose it by, where host RAM holds what is offloaded then: what a
+slot holds stays there too."""
 
 
 def default_share(num_experts: int) -> float:
@@ -24,6 +25,8 @@ class Slots:
     """None for ``auto``."""
     shares: Mapping[float, float] = field(default_factory=dict)
     """For ``auto``, from a profile: by residency (rows as a share of the experts), the best share of the rows in slots."""
+    least_residents: int = 0
+    """For ``auto``: rows that are no slots, as flags name so many experts."""
 
     def of(self, rows: int, num_experts: int) -> int:
         """How many of ``rows`` are slots: none where all experts are resident. Never fewer for more rows, and so are the
@@ -32,7 +35,7 @@ class Slots:
             return 0
         if self.asked is not None:
             return min(self.asked, rows)
-        return int(rows * self._share(rows, num_experts))
+        return min(int(rows * self._share(rows, num_experts)), max(0, rows - self.least_residents))
 
     def _share(self, rows: int, num_experts: int) -> float:
         """That of the nearest residency that the profile has, of two the lower; the default without any."""

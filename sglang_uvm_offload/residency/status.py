@@ -103,7 +103,7 @@ class SlotStatus(Struct, frozen=True):
     nbytes: Count
     """VRAM of all."""
     missing: str | None
-    """A tensor that has no rows for slots, and its layer, which can use none; None where all have them."""
+    """A layer that can use no slots, and why; None where all can."""
     hits: Count
     """Activations that a slot served."""
     fills: Count
@@ -112,8 +112,8 @@ class SlotStatus(Struct, frozen=True):
     """Activations that were read in place."""
     filled_bytes: Count
     """Bytes of offloaded experts that fills brought over the link."""
-    kept: Count
-    """Experts that steps that streamed have left in slots, copied from VRAM."""
+    brought: Count
+    """Experts that came into slots ahead of steps that stream."""
 
 
 class PhaseTime(Struct, frozen=True):
@@ -321,15 +321,16 @@ def _slot_status(layers: Sequence[ExpertLayer], ledger: Ledger) -> SlotStatus | 
     a_layer = max((layer.num_slots for layer in layers), default=0)
     if not a_layer:
         return None
+    pools = dict.fromkeys(layer.pool for layer in layers if layer.pool is not None)
     return SlotStatus(
         a_layer=a_layer,
-        nbytes=sum(layer.slot_bytes for layer in layers),
-        missing=next((f"{la.slots_missing} of MoE layer {la.layer_id}" for la in layers if la.slots_missing), None),
+        nbytes=sum(pool.slot_bytes for pool in pools),
+        missing=next((f"MoE layer {la.layer_id}: {la.without_pool}" for la in layers if la.without_pool), None),
         hits=int(ledger.slot_hits.sum()),
         fills=int(ledger.slot_fills.sum()),
         bypasses=int(ledger.slot_bypasses.sum()),
         filled_bytes=int(ledger.filled_bytes.sum()),
-        kept=int(ledger.slot_kept.sum()),
+        brought=int(ledger.slot_brought.sum()),
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 ROUTED, ACTIVATIONS = 0, 1
-SLOT_TOKENS, SLOT_HITS, SLOT_FILLS, SLOT_KEPT, SLOT_STREAMED = range(5)
+SLOT_TOKENS, SLOT_HITS, SLOT_FILLS, SLOT_BROUGHT = range(4)
 ALL_ROWS = 1 << 40
 """More rows than any step has: every row counts."""
 
@@ -46,9 +46,8 @@ class RoutingCounts:
     steps: tuple[int, int]
     slots: np.ndarray | None = None
     """Of these, what slots did (``memory/slots``), None without slots: int64 ``[layer, phase, kind, expert]``. SLOT_TOKENS and
-    SLOT_HITS are the routed tokens and the activations that a slot served; SLOT_FILLS are activations that filled one;
-    SLOT_KEPT are experts that a step that streams copied into one, which no link crosses; SLOT_STREAMED are those that it
-    copied over the link, because no slot held them."""
+    SLOT_HITS are the routed tokens and the activations that a slot served which was not filled for the step; SLOT_FILLS are
+    activations that filled one; SLOT_BROUGHT are experts that came into one ahead of a step that streams."""
 
     def since(self, earlier: RoutingCounts) -> RoutingCounts:
         before = 0 if earlier.slots is None else earlier.slots  # slots are made after the counters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_TENSORS, ExpertSlots, Rows, SlotLayer
+from sglang_uvm_offload.memory.layout import round_up
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS, ExpertSlots, Rows, SlotLayer
 from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import Phase
 
@@ -19,16 +20,28 @@ logger = logging.getLogger(__name__)
 class LayerSlots:
     """The slots of one layer, as the code that computes it finds them."""
 
-    def __init__(self, index: int, layer: SlotLayer, device: ExpertSlots):
-        self.num_rows = layer.num_experts + layer.num_slots
-        """Of each of its tensors."""
-        self.row_bytes = {row.address: row.nbytes for row in layer.rows}
+    def __init__(self, layer: ExpertLayer, served: SlotLayer, device: ExpertSlots):
+        assert layer.pool is not None
+        self.first_slot = served.first_slot
+        """Its row, counted from the layer's first."""
+        self.num_rows = layer.pool.num_rows
+        """From the first row of each of its tensors on."""
+        self.row_bytes = {row.address: row.nbytes for row in served.rows}
         """The bytes of a row, of the tensor at each address."""
-        self._index, self._device = index, device
+        self._layer, self._device = layer, device
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The layer's tensor ``[num_experts, ...]`` with all ``num_rows`` rows."""
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._rows:
+            self._rows[address] = self._layer.rows_from(address).view(-1)
+        rows = self._rows[address].view(tensor.dtype)
+        return rows.as_strided((self.num_rows, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
 
     def resolve(self, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
         """As ``memory.slots.ExpertSlots.resolve``."""
-        self._device.resolve(self._index, ids, blocks, padded, block_size)
+        self._device.resolve(self._layer.index, ids, blocks, padded, block_size)
 
 
 class ModelSlots:
@@ -37,16 +50,19 @@ class ModelSlots:
     def __init__(
         self,
         layers: Sequence[ExpertLayer],
-        make: Callable[[Sequence[SlotLayer | None]], ExpertSlots],
+        make: Callable[[Sequence[SlotLayer | None], Sequence[int]], ExpertSlots],
         without: Callable[[ExpertLayer], str | None] = lambda layer: None,
     ):
-        """``make``: the slots of the layers, on the device; None for a layer without. ``without``: why the code that computes a
+        """``make``: the slots of the layers on the device, from the layers (None for one without) and the slots of each pool.
+        ``without``: why the code that computes a
         layer cannot use slots, None if it can."""
         self.layers = layers
         self.reasons = [_without_slots(layer) or without(layer) for layer in layers]
         """Of each layer, why it has no slots; None where it has."""
-        self._served = [None if reason else _slot_layer(layer) for layer, reason in zip(layers, self.reasons, strict=True)]
-        self._device = make(self._served) if any(self._served) else None
+        self._pools = list(dict.fromkeys(layer.pool for layer in layers if layer.pool is not None))
+        self._served = [None if why else self._slot_layer(layer) for layer, why in zip(layers, self.reasons, strict=True)]
+        self._device = make(self._served, [pool.num_slots for pool in self._pools]) if any(self._served) else None
+        self._room = self._rooms()
         self._at: dict[int, LayerSlots] = {}
         self._index_tensors()
         self._generations = [layer.generation for layer in layers]
@@ -67,18 +83,30 @@ class ModelSlots:
         """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
         self._stale = True
 
-    def keep(self, index: int, ids: torch.Tensor, copies: Mapping[int, int]) -> None:
-        """The layer at ``index`` computes a prefill with the experts ``ids[rows, top_k]`` from copies in VRAM: fill its slots
-        from these. ``copies``: the address of a tensor's copy, by that of the tensor; those without are in VRAM themselves."""
-        served = self._served[index]
-        if self._device is not None and served is not None and self.reasons[index] is None:
-            self._device.keep(index, ids, [copies.get(row.address, row.address) for row in served.rows])
+    def brings(self, index: int) -> bool:
+        """Whether steps that stream bring the offloaded experts of the layer at ``index`` into slots: where these hold those
+        of two layers, as one is computed while the next one's come."""
+        return self.has_room(index) and bool(self.layers[index].offloaded_bytes)
 
-    def slot_of(self, index: int) -> torch.Tensor | None:
-        """As ``memory.slots.ExpertSlots.slot_of``, for the layer at ``index``. None where it uses no slots (any more)."""
-        return None if self._device is None or self.reasons[index] is not None else self._device.slot_of(index)
+    def has_room(self, index: int) -> bool:
+        """Whether the layer's pool has slots for the experts of two layers."""
+        return self.reasons[index] is None and self._room[index]
 
-    def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = ()) -> None:
+    def bring(self, index: int, beside: int | None) -> None:
+        """As ``memory.slots.ExpertSlots.bring``."""
+        assert self._device is not None
+        self._device.bring(index, beside)
+
+    def may_bring(self) -> bool:
+        """As ``memory.slots.ExpertSlots.may_bring``."""
+        return self._device is None or self._device.may_bring()
+
+    def await_brought(self) -> None:
+        """As ``memory.slots.ExpertSlots.await_brought``."""
+        if self._device is not None:
+            self._device.await_brought()
+
+    def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = (), *, streams: bool = False) -> None:
         """Call it before each step is launched, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last
         row of each prompt that ends in it."""
         if self._device is None:
@@ -89,7 +117,7 @@ class ModelSlots:
             self._device.reset()
         self._follow_residency()
         if valid_rows:
-            self._device.begin_step(None if phase is Phase.DECODE else ends)
+            self._device.begin_step(None if phase is Phase.DECODE else ends, brings=streams and any(self._room))
 
     def _follow_tensors(self) -> None:
         generations = [layer.generation for layer in self.layers]
@@ -100,7 +128,7 @@ class ModelSlots:
             if self.reasons[index] is not None:
                 continue
             reason = _without_slots(layer)
-            if reason is None and _slot_layer(layer) != self._served[index]:
+            if reason is None and self._slot_layer(layer) != self._served[index]:
                 reason = "its tensors were replaced, and graphs may have captured the old ones"
             if reason is not None:
                 self.reasons[index] = reason
@@ -111,8 +139,18 @@ class ModelSlots:
         self._at = {}
         for index, (served, reason) in enumerate(zip(self._served, self.reasons, strict=True)):
             if served is not None and reason is None and self._device is not None:
-                slots = LayerSlots(index, served, self._device)
+                slots = LayerSlots(self.layers[index], served, self._device)
                 self._at |= dict.fromkeys(slots.row_bytes, slots)
+
+    def _rooms(self) -> list[bool]:
+        served = zip(self.layers, self._served, strict=True)
+        return [bool(one and layer.pool and 2 * layer.shard.routed <= layer.pool.num_slots) for layer, one in served]
+
+    def _slot_layer(self, layer: ExpertLayer) -> SlotLayer:
+        """``ValueError`` for a layer in a pool that is new."""
+        assert layer.pool is not None
+        rows = [Rows(*row) for row in layer.slot_rows()]
+        return SlotLayer(rows, layer.num_experts, self._pools.index(layer.pool), layer.pool.first_slot(layer.index))
 
     def _follow_residency(self) -> None:
         offloaded = [layer.offloaded_bytes_by_expert for layer in self.layers]
@@ -128,20 +166,20 @@ class ModelSlots:
         self._offloaded = offloaded
 
 
-def _slot_layer(layer: ExpertLayer) -> SlotLayer:
-    return SlotLayer([Rows(*row) for row in layer.slot_rows()], layer.num_experts, layer.num_slots)
-
-
 def _without_slots(layer: ExpertLayer) -> str | None:
     """Why a layer has none, None if it has."""
     if not layer.num_slots:
         return "none were asked for"
-    if layer.slots_missing is not None:
-        return f"{layer.slots_missing} has no rows for them"
     if not layer.tensors:
         return "none of its experts is large enough to be offloaded"
+    if layer.pool is None or layer.without_pool is not None:
+        return layer.without_pool or "it has no part in a pool of slots"
+    if not layer.pool.num_slots:
+        return "its tensors are others than when slots were placed"
     if len(layer.slot_rows()) > MAX_TENSORS:
         return f"its experts are in {len(layer.slot_rows())} tensors, and slots serve at most {MAX_TENSORS}"
-    if max(layer.num_experts, layer.num_slots) > MAX_EXPERTS:
-        return f"it has {layer.num_experts} experts and {layer.num_slots} slots, and at most {MAX_EXPERTS} of each are served"
+    if layer.num_experts > MAX_EXPERTS:
+        return f"it has {layer.num_experts} experts, and layers with at most {MAX_EXPERTS} are served"
+    if layer.pool.num_layers * round_up(layer.num_experts, 16) > MAX_POOL_EXPERTS:
+        return f"its pool may have {layer.pool.num_layers} layers, and slots serve at most {MAX_POOL_EXPERTS} experts of a pool"
     return None

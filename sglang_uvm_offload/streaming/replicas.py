@@ -36,12 +36,11 @@ class Replicas:
         """The experts of the layer's managed ranges, without the slots behind them. Empty if the layer is larger than a buffer,
         or has lost a tensor."""
         self._places: list[_Place] = []
-        self._buffers = [buffer.data_ptr() for buffer in buffers]
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
         offset, offsets = 0, {}
         for mine in layer.tensors:
-            self.parts.append(Part(mine.managed, mine.layout.nbytes, offset, mine.layout.expert_bytes))
+            self.parts.append(Part(mine.managed, mine.layout.nbytes, offset))
             offsets[mine.address] = offset
             offset += whole_blocks(mine.layout.nbytes)
         # Not only tensors [num_experts, ...]: CuteDSL's kernels take a view of the scales whose last dimension is the experts.
@@ -58,11 +57,6 @@ class Replicas:
     def valid(self) -> bool:
         """Whether the layer's tensors are still those that this was made for."""
         return self.generation == self.layer.generation and all(self.layer.memory.holds(part.managed) for part in self.parts)
-
-    def addresses(self, buffer: int) -> dict[int, int]:
-        """Where row 0 of each managed tensor is in a buffer, by the address of the tensor."""
-        start = self._buffers[buffer]
-        return {part.managed.address: start + part.offset for part in self.parts}
 
     def put(self, buffer: int) -> list[torch.Tensor] | None:
         """Point the layer at a buffer. Returns its own tensors for ``put_back``; None, and nothing is done, where a tensor is

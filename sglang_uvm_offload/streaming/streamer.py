@@ -11,12 +11,17 @@ import torch
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.memory.staging import Staging
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.replicas import Replicas
 from sglang_uvm_offload.streaming.schedule import BufferSchedule, Copy
 
 logger = logging.getLogger(__name__)
 
 _GOES_ON = "Serving goes on; outputs are not affected, long prompts read offloaded experts in place and are slower."
+
+
+IN_SLOTS = "in slots"
+"""A layer reads its offloaded experts from slots."""
 
 
 class Reading(NamedTuple):
@@ -32,52 +37,74 @@ class Reading(NamedTuple):
 
 
 class Streamer:
-    """All methods run on the thread that launches the model's steps. A fault ends streaming: steps then read in place."""
+    """Brings the experts of each layer into VRAM, one layer ahead of a step with many tokens: those that are offloaded into
+    slots where the layer has enough, all of them into a stream buffer where it has not.
 
-    def __init__(self, layers: Sequence[ExpertLayer], staging: Staging, min_tokens: int, on_copy: Callable[[int, int], None]):
-        """``layers``: the model's MoE layers in the order of a step. Steps of ``min_tokens`` tokens or more stream.
-        ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link; those of layers with slots are
-        counted where slots are kept."""
+    All methods run on the thread that launches the model's steps. A fault ends streaming: steps then read in place."""
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        staging: Staging | None,
+        slots: ModelSlots | None,
+        min_tokens: int,
+        on_copy: Callable[[int, int], None],
+    ):
+        """``layers``: the model's MoE layers in the order of a step. ``staging``: None without buffers. Steps of ``min_tokens``
+        tokens or more stream. ``on_copy(row, nbytes)``: so many offloaded bytes of a layer begin to cross the link to a buffer;
+        those that slots get are counted on the device."""
         self.min_tokens = min_tokens
         self.fault: str | None = None
         """Why steps no longer stream, None while they do."""
-        self.slot_of: Callable[[int], torch.Tensor | None] = lambda row: None
-        """As ``slots.ModelSlots.slot_of``."""
         self._layers = layers
         self._staging = staging
+        self._slots = slots
         self._on_copy = on_copy
-        self._schedule = BufferSchedule(len(staging.buffers))
-        self._storages = [buffer.untyped_storage() for buffer in staging.buffers]
+        buffers = [] if staging is None else staging.buffers
+        self._schedule = BufferSchedule(len(buffers))
+        self._storages = [buffer.untyped_storage() for buffer in buffers]
         self._replicas: dict[int, Replicas] = {}
+        self._brought: int | None = None
+        """The layer whose experts were brought into slots last, in this step."""
         self._active = False
         self._entered = False
-        """Whether any layer of this step computed from a buffer."""
+        """Whether any layer of this step computed from a buffer, or from slots."""
         self._told = False
         for buffer in range(self.buffers):
             self._references(buffer)  # by an API of torch's own: if torch has changed it, this fails at load
 
     @property
     def buffers(self) -> int:
-        return len(self._staging.buffers)
+        return 0 if self._staging is None else len(self._staging.buffers)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._staging.buffers)
+        return 0 if self._staging is None else sum(buffer.numel() for buffer in self._staging.buffers)
 
     def streams(self, tokens: int) -> bool:
         """Whether a step of so many tokens streams, if no graph replays it."""
-        return self.fault is None and tokens >= max(1, self.min_tokens) and self._staging.may_copy()
+        return self.fault is None and tokens >= max(1, self.min_tokens) and self._may_copy()
+
+    def _may_copy(self) -> bool:
+        return (self._staging is None or self._staging.may_copy()) and (self._slots is None or self._slots.may_bring())
 
     def begin_step(self) -> None:
-        """Call it before a step that ``streams`` is launched: begins to copy its first layer."""
+        """Call it before a step that ``streams`` is launched, after that of the slots: begins to copy its first layer."""
         self._active, self._entered = True, False
         self._schedule.forget()  # weights may have been updated since
-        self._staging.begin_step()
-        self._copy(self._schedule.stage(self._following(-1)))
+        if self._staging is not None:
+            self._staging.begin_step()
+            self._copy(self._schedule.stage(self._following(-1)))
+        self._bring(self._following_in_slots(-1))
 
     def end_step(self) -> None:
         """The step is launched, or has failed."""
-        if self._active and not self._entered and not self._told and self._following(-1) is not None:
+        if self._brought is not None:
+            assert self._slots is not None
+            self._slots.await_brought()  # the next step may write to any slot
+            self._brought = None
+        anything = self._following(-1) is not None or self._following_in_slots(-1) is not None
+        if self._active and not self._entered and not self._told and anything:
             self._told = True
             logger.warning(
                 "Expert offload: a step of %d tokens or more did not stream but read offloaded experts in place: its MoE "
@@ -86,10 +113,38 @@ class Streamer:
             )
         self._active = False
 
-    def enter(self, row: int) -> Reading | None:
-        """Point a layer at a stream buffer before it is computed; give the result to ``leave`` after that. None: it reads in
-        place."""
-        if not self._active or not self._brings(row) or not self._staging.may_copy():
+    def enter(self, row: int) -> Reading | str | None:
+        """Before a layer is computed: ``IN_SLOTS`` where its experts are in slots; or point it at a stream buffer, and give the
+        result to ``leave`` after that. None: it reads in place."""
+        if not self._active or not self._may_copy():
+            return None
+        return self._enter_slots(row) if self._brings_to_slots(row) else self._enter_buffer(row)
+
+    def _enter_slots(self, row: int) -> str | None:
+        assert self._slots is not None
+        self._slots.await_brought()
+        if self._brought != row:  # the step has skipped layers, or computes one again
+            self._bring(row)
+            self._slots.await_brought()
+        self._bring(self._following_in_slots(row), beside=row)
+        if self.fault is not None:
+            return None
+        self._entered = True
+        return IN_SLOTS
+
+    def _bring(self, row: int | None, beside: int | None = None) -> None:
+        """What is in the slots of the layer ``beside`` stays there, or else what was brought last."""
+        if row is None or self.fault is not None:
+            return
+        assert self._slots is not None
+        try:
+            self._slots.bring(row, self._brought if beside is None else beside)
+            self._brought = row
+        except ManagedMemoryError as failure:
+            self._stop(str(failure), failure.with_outlook(_GOES_ON))
+
+    def _enter_buffer(self, row: int) -> Reading | None:
+        if self._staging is None or not self._brings(row):
             return None
         buffer, copies = self._schedule.enter(row, self._following(row))
         if buffer is None:
@@ -110,6 +165,7 @@ class Streamer:
 
     def leave(self, reading: Reading, failed: bool = False) -> None:
         """The layer is launched; ``failed``: it raised. Its tensors are its own again."""
+        assert self._staging is not None
         reading.replicas.put_back(reading.buffer, reading.own)
         self._staging.release(reading.buffer)
         if not failed and self._references(reading.buffer) > reading.references:
@@ -121,34 +177,44 @@ class Streamer:
 
     def _copy(self, copies: Sequence[Copy]) -> bool:
         """Whether all were begun."""
+        assert self._staging is not None
         for row, buffer in copies:
             if self.fault is not None:
                 return False
             try:
-                slots = self.slot_of(row)
-                self._staging.copy(buffer, self._replicas_of(row).parts, slots, self._layers[row].blocks_in_vram)
+                self._staging.copy(buffer, self._replicas_of(row).parts, self._layers[row].blocks_in_vram)
             except ManagedMemoryError as failure:
                 self._stop(str(failure), failure.with_outlook(_GOES_ON))
                 return False
-            if slots is None:
-                self._on_copy(row, self._layers[row].offloaded_bytes)
+            self._on_copy(row, self._layers[row].offloaded_bytes)
         return True
 
     def _stop(self, reason: str, told: str) -> None:
         """``told``: the reason, and what follows."""
         self.fault, self._active = reason, False
+        if self._slots is not None:
+            self._slots.await_brought()  # layers that are not entered any more may read it
         logger.error("Expert offload: streaming stopped: %s", told)
 
     def _following(self, row: int) -> int | None:
         return next((after for after in range(row + 1, len(self._layers)) if self._brings(after)), None)
 
     def _brings(self, row: int) -> bool:
-        """Whether a layer has anything to bring, and fits."""
+        """Whether a layer has anything to bring to a buffer, and fits."""
+        if self._staging is None or self._brings_to_slots(row):
+            return False
         return bool(self._layers[row].offloaded_bytes) and bool(self._replicas_of(row).parts)
+
+    def _following_in_slots(self, row: int) -> int | None:
+        return next((after for after in range(row + 1, len(self._layers)) if self._brings_to_slots(after)), None)
+
+    def _brings_to_slots(self, row: int) -> bool:
+        return self._slots is not None and self._slots.brings(row)
 
     def _replicas_of(self, row: int) -> Replicas:
         found = self._replicas.get(row)
         if found is None or not found.valid():
+            assert self._staging is not None
             found = self._replicas[row] = Replicas(self._layers[row], self._staging.buffers)
         return found
 

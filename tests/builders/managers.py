@@ -7,17 +7,21 @@ from builders.configs import served_config
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.residency.rearranging import Rearranging
 from sglang_uvm_offload.residency.status import rank_status
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase, RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
+from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 E, LAYERS = 8, 3
 
@@ -31,6 +35,21 @@ def placed_layer(memory, shard, choose, **more):
     layer = ExpertLayer(memory, shard)
     layer.place(choose, **more)
     return layer
+
+
+def slots_of(pool, home):
+    """The range of the slots behind a layer's tensor."""
+    kind = pool._kind_of(home)
+    return pool.memory.part(kind.whole, pool._slots(kind), "slots")
+
+
+def slots_on_cpu(experts):
+    """What computes a model's only layer from its slots: the counters, the slots on the device, and as a kernel finds them."""
+    served = SlotLayer([Rows(*each) for each in experts.slot_rows()], experts.num_experts, 0, experts.pool.first_slot(0))
+    counters = CpuRoutingCounters(1, experts.num_experts)
+    device = CpuSlots(counters, [served], [experts.pool.num_slots])
+    device.set_share(np.full((1, experts.num_experts), WHOLE, dtype=np.uint8))
+    return counters, device, LayerSlots(experts, served, device)
 
 
 class Rank:
@@ -48,7 +67,7 @@ class Rank:
         )
         routed = (E if experts is None else len(experts)) // ep_size
         local, self.places = routed + num_shared, range(ep_rank * routed, (ep_rank + 1) * routed)
-        self.model = self.manager.begin_model(False, cfg.slots)
+        self.model = self.manager.begin_model(False)
         self.modules = []
         for layer_id in range(1, LAYERS + 1):
             location = None if experts is None else self.located(experts)

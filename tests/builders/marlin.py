@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -75,10 +76,11 @@ def align_single_token(
 
 
 def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """What a kernel reads at base + index * stride, whatever the tensor's size; an error behind its storage."""
-    shape = tensor.shape[1:]
+    """What a kernel reads at base + index * stride, whatever the tensor's size."""
     assert tensor.is_contiguous()
-    return tensor.as_strided(shape, tensor.stride()[1:], tensor.storage_offset() + index * math.prod(shape))
+    nbytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+    there = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr() + index * nbytes)
+    return torch.frombuffer(there, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape[1:])
 
 
 def poison(tensor: torch.Tensor) -> None:

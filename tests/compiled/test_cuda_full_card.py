@@ -58,7 +58,7 @@ for module, values in zip(modules, written):
     module.w13.copy_(values)
 manager.finish_model(model)
 staging = CudaStaging(0, max(map(buffer_bytes, model.layers)), 2)
-streamer = Streamer(model.layers, staging, LONG, lambda row, nbytes: None)
+streamer = Streamer(model.layers, staging, None, LONG, lambda row, nbytes: None)
 manager.begin_serving()
 manager.check_for_evictions()
 manager.wait_for_moves()

@@ -72,8 +72,8 @@ def test_pages_prefer_the_host_at_once_and_are_populated_by_a_thread_of_the_gpu_
     assert found == [
         "malloc",
         "SetAccessedBy device [0, 20)",
-        "SetPreferredLocation host [0, 2)",
         "SetPreferredLocation host [4, 20)",
+        "SetPreferredLocation host [0, 2)",
         "write 19",
         "write 0",
         "prefetch host [0, 2)",

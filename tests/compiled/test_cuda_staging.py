@@ -47,52 +47,29 @@ print(json.dumps([all(same(staging.buffers[1], parts, [held for _, held in made]
     assert {call["stream"] for call in kernels} != {"(nil)"}
 
 
-def test_experts_that_are_in_slots_are_copied_from_there(standin):
-    """Experts larger and smaller than what a block copies at once, and of odd sizes."""
-    ran = standin.run(
-        PREPARE
-        + """
-E, S, said = 11, 5, []
-slot_of = random.permutation([*range(1, S + 1), *[0] * (E - S)]).astype("int32")
-source = np.where(slot_of, E + slot_of - 1, np.arange(E))
-for expert_bytes in (64, 100, 16 << 10, (128 << 10) + 16, (300 << 10) + 1):
-    one, held = managed((E + S) * expert_bytes)
-    staging = CudaStaging(0, -(-E * expert_bytes // 16) * 16, 1)
-    staging.begin_step()
-    staging.copy(0, [Part(one, E * expert_bytes, 0, expert_bytes)], torch.from_numpy(slot_of).cuda())
-    staging.acquire(0)
-    torch.cuda.synchronize()
-    copied = staging.buffers[0].cpu()[: E * expert_bytes].view(E, expert_bytes)
-    said.append(bool(torch.equal(copied, held.cpu().view(E + S, expert_bytes)[torch.from_numpy(source)])))
-print(json.dumps([said, int((slot_of > 0).sum())]))
-"""
-    )
-    assert ran.said == [[True] * 5, 5], ran.err
-
-
 LAYER = """
 import os
-BLOCK, E, S, row = 2 << 20, 20, 6, (300 << 10) + 16  # blocks hold parts of eight experts, and the last one a slot
-parts, held, masks, at = [], [], [], 0
+BLOCK, E, row = 2 << 20, 20, (300 << 10) + 16  # blocks hold parts of eight experts
+parts, held, at = [], [], 0
 for experts in (E, E):
-    one, bytes_ = managed((E + S) * row)
-    parts.append(Part(one, E * row, at, row))
+    one, bytes_ = managed(E * row)
+    parts.append(Part(one, E * row, at))
     held.append(bytes_)
     at += -(-E * row // BLOCK) * BLOCK
 blocks = -(-E * row // BLOCK)
 staging = CudaStaging(0, at, 1)
-def copied(in_vram, slots=None):
+def copied(in_vram):
     staging.buffers[0].copy_(torch.full(staging.buffers[0].shape, 7, dtype=torch.uint8))
     staging.begin_step()
-    staging.copy(0, parts, slots, in_vram)
+    staging.copy(0, parts, in_vram)
     staging.acquire(0)
     torch.cuda.synchronize()
-    return [staging.buffers[0][part.offset :][: part.nbytes].cpu().view(E, row) for part in parts]
+    return [staging.buffers[0][part.offset :][: part.nbytes].cpu() for part in parts]
 """
 
 
 def test_a_copy_is_right_whatever_is_said_to_be_in_vram(standin):
-    """Too little of it, all of it, and blocks that no part has; with experts in slots and without."""
+    """Too little of it, all of it, and blocks that no part has."""
     ran = standin.run(
         PREPARE
         + LAYER
@@ -101,21 +78,15 @@ said = []
 for case in range(12):
     share = [0, 0.5, 0.9, 1][case % 4]
     count = [blocks, blocks - 2, blocks + 3][case % 3]
-    in_vram = [random.random(count) < share for _ in parts[: 1 + case % 2]]
-    taken = np.zeros(E, dtype="int32")
-    if case > 5:
-        taken[random.permutation(E)[:S]] = range(1, S + 1)
-    source = torch.from_numpy(np.where(taken, E + taken - 1, np.arange(E)))
-    found = copied(in_vram, torch.from_numpy(taken).cuda() if case > 5 else None)
-    wanted = [bytes_.cpu().view(E + S, row)[source] for bytes_ in held]
-    said.append(all(map(torch.equal, found, wanted)))
+    found = copied([random.random(count) < share for _ in parts[: 1 + case % 2]])
+    said.append(all(torch.equal(rows, known.cpu()[: E * row]) for rows, known in zip(found, held)))
 print(json.dumps(said))
 """
     )
     assert ran.said == [True] * 12, ran.err
 
 
-def test_what_is_in_vram_and_in_slots_has_blocks_of_its_own(standin):
+def test_what_is_in_vram_has_blocks_of_its_own(standin):
     """The first one alone brings just that, and then there is no more of it. Nothing is left to the others but the link."""
     ran = standin.run(
         PREPARE
@@ -123,16 +94,12 @@ def test_what_is_in_vram_and_in_slots_has_blocks_of_its_own(standin):
         + """
 from sglang_uvm_offload.cuda.staging import LINK_BLOCKS
 in_vram = [random.random(blocks) < 0.5 for _ in parts]
-taken = np.zeros(E, dtype="int32")
-taken[random.permutation(E)[:S]] = range(1, S + 1)
 os.environ |= {"STANDIN_FIRST_BLOCK": str(LINK_BLOCKS), "STANDIN_BLOCKS": "1"}
-found = copied(in_vram, torch.from_numpy(taken).cuda())
-offsets = np.arange(E * row).reshape(E, row)
 wrong = 0
-for rows, bytes_, mask in zip(found, held, in_vram):
-    source = bytes_.cpu().view(E + S, row)[torch.from_numpy(np.where(taken, E + taken - 1, np.arange(E)))]
-    near = torch.from_numpy(mask[offsets // BLOCK] | (taken > 0)[:, None])
-    wrong += int((rows != torch.where(near, source, torch.full_like(source, 7))).sum())
+for found, known, mask in zip(copied(in_vram), held, in_vram):
+    near = torch.from_numpy(mask[np.arange(E * row) // BLOCK])
+    wanted = known.cpu()[: E * row]
+    wrong += int((found != torch.where(near, wanted, torch.full_like(wanted, 7))).sum())
 print(json.dumps([wrong, [int(mask.sum()) for mask in in_vram], blocks]))
 """
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from faults import cases
 from faults.ranks import Fault, Ranks
+from faults.witness import WRONG
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,47 @@ def test_a_byte_that_changes_is_a_wrong_answer(ranks):
 def test_a_byte_of_a_slot_that_changes_is_a_wrong_answer(ranks):
     spoil = {"action": "spoil", "value": "slots", "slots": cases.NUM_SLOTS}
     assert ranks.judge(Fault("bytes", "serve", "one of each slot changes", spoil)).end == "wrong answer"
+
+
+@pytest.mark.parametrize("backend", ["uvm", "emulated"])
+def test_a_stream_reads_its_slots_and_a_byte_of_one_that_changes_is_a_wrong_answer(ranks, backend):
+    spoil = {"action": "spoil", "value": "slots", "slots": cases.ROOM, "backend": backend}
+    assert ranks.judge(Fault("bytes", "stream", "one of each slot changes", spoil)).end == "wrong answer"
+
+
+WATCHED = """
+from faults import rank, witness
+watching = witness.Witness()
+look, looked = watching.{look}, []
+watching.{look} = lambda *what: (looked.append(what), look(*what))
+witness.watch(watching)
+rank.main({job!r})
+print("looks:", len(looked))
+"""
+
+
+@pytest.mark.parametrize(
+    ("slots", "look", "action", "wrong"),
+    [
+        (0, "look_at_buffer", "none", False),
+        (cases.ROOM, "look_at_brought", "none", False),
+        (cases.ROOM, "look_at_brought", "spoil", True),
+    ],
+)
+def test_the_witness_looks_at_what_a_layer_that_streams_reads(ranks, tmp_path, slots, look, action, wrong):
+    job = {"backend": "uvm", "folder": str(tmp_path), "slots": slots, "action": action, "value": "slots", "phase": "stream"}
+    ended = ranks.nursery.run(WATCHED.format(look=look, job=job))
+    assert (WRONG in ended.out) == wrong, ended.out
+    assert not ended.out.endswith("looks: 0\n")
+    assert "looks: " in ended.out, ended.err
+
+
+@pytest.mark.parametrize("launch", [1, 2], ids=["choosing", "copying"])
+def test_a_stream_into_slots_that_fails_is_shown_and_the_rank_serves_on(ranks, launch):
+    fail = {"within": f"{cases.SLOTS}.bring", "value": f"cudaLaunchKernel:{launch}:2"}
+    outcome = ranks.judge(Fault("CUDA call", "stream", "bring", {"action": "cuda call", **fail, "slots": cases.ROOM}))
+    assert (outcome.end, outcome.answers > 5) == ("served on", True), outcome
+    assert "failed on the experts of layer" in outcome.detail
 
 
 @pytest.mark.parametrize(("value", "end"), [("told", "served on"), ("untold", "wrong answer")])

@@ -107,7 +107,7 @@ def test_a_part_runs_alone_and_the_section_goes_on_from_it(session, tmp_path):
     assert "NOT complete: resolve done" in alone.stdout
     whole = session.run("slots", "--out", str(tmp_path))
     assert whole.returncode == 0
-    assert states() == {"resolve": "done", "fill": "done"}
+    assert states() == {"resolve": "done", "fill": "done", "bring": "done"}
     assert "-- resolve" not in whole.stdout
 
 
@@ -225,7 +225,7 @@ import torch._dynamo  # else each process would, to capture graphs
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.runner_parts import *
 from benchmarks.gpu.slots_parts import *
-from sglang_uvm_offload.streaming import model_slots
+from sglang_uvm_offload.streaming.model_slots import ModelSlots
 zeros_by_copies()
 for number, case in enumerate(cases):
     part, change = json.loads(case)
@@ -244,8 +244,8 @@ for number, case in enumerate(cases):
 
 
 ONE_TENSOR = """
-whole = model_slots._slot_layer
-model_slots._slot_layer = lambda layer: whole(layer)._replace(rows=whole(layer).rows[:1])
+whole = ModelSlots._slot_layer
+ModelSlots._slot_layer = lambda self, layer: whole(self, layer)._replace(rows=whole(self, layer).rows[:1])
 """
 NOT_COUNTED = """
 counts, first = ServedLayer.counts, []
@@ -403,7 +403,7 @@ def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules, mo
     from benchmarks import serve_run
     from benchmarks.gpu import server_parts
 
-    used = {"missing": None, "hits": 5, "fills": 4, "kept": 3}
+    used = {"missing": None, "hits": 5, "fills": 4, "brought": 3}
     prompt = {"kind": "prefill", "size": 4096, "error": None, "read_bytes": 90}
 
     for name, each in server_parts.IN_A_SESSION.items():
@@ -416,9 +416,9 @@ def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules, mo
 
     check()
     for slots, told in (
-        (None, "slots_only: the model has no slots, no hits, no fills, no kept"),
+        (None, "slots_only: the model has no slots, no hits, no fills, no brought"),
         (used | {"missing": "w2 of MoE layer 3"}, "w2 of MoE layer 3 has no slots"),
-        (used | {"kept": 0}, "slots_only: no kept$"),
+        (used | {"brought": 0}, "slots_only: no brought$"),
     ):
         with pytest.raises(AssertionError, match=told):
             check(slots)
@@ -426,7 +426,7 @@ def test_a_part_fails_where_a_server_left_out_a_way_to_use_its_slots(modules, mo
         with pytest.raises(AssertionError, match="no prompt whose copies were taken from slots"):
             check(**other)
     check(error=serve_run.NO_TIME)
-    check(used | {"kept": 0}, "without_buffers", read_bytes=100)
+    check(used | {"brought": 0}, "without_buffers", read_bytes=100)
     with pytest.raises(AssertionError, match="without_buffers: no fills"):
         check(used | {"fills": 0}, "without_buffers")
 
@@ -460,6 +460,7 @@ def test_peers_get_the_vram_of_the_stream_buffers_too(modules):
 
     assert flags("paged_experts", 0.5)["paged_experts_num_resident"] == 64 + 2 * 128 // 16
     assert flags("paged_experts", 0.95)["paged_experts_num_resident"] == 128, "no more than all"
+    assert flags("slots_only", 0.5)["expert_offload_slots"] == 80, "it streams into slots"
     assert flags("cpu_offload_gb", 0.5)["cpu_offload_gb"] == 8 + 1 - 2, "GiB: half, the layer that computes, the buffers"
     without = server_parts.WITHOUT_BUFFERS.flags(Budget(model, 0.5, 0))
     assert (without["expert_offload_slots"], without["expert_offload_stream_buffer_gb"]) == (80, "0")
@@ -690,7 +691,7 @@ def test_parts_of_a_section_that_are_named_one_by_one_run_in_one_go(modules, mon
     ran = []
     monkeypatch.setattr(session, "run_section", lambda section, names, *_: ran.append((section.name, names)))
     assert session.main(["ops:contract", "runners:marlin", "ops:moves", "slots"]) == 0
-    assert ran == [("ops", {"contract", "moves"}), ("runners", {"marlin"}), ("slots", {"resolve", "fill"})]
+    assert ran == [("ops", {"contract", "moves"}), ("runners", {"marlin"}), ("slots", {"resolve", "fill", "bring"})]
 
 
 def test_a_program_that_hangs_or_fails_is_named(modules):

@@ -75,7 +75,7 @@ def test_a_replayed_graph_fills_each_expert_once_and_serves_it_from_then_on(serv
     decoded = 2 * (TOKENS - 1)
     assert slots["hits"] >= LAYERS * TOP_K * decoded
     assert slots["bypasses"] == 0, "the first prefill fills them"
-    assert slots["kept"] == 0
+    assert slots["brought"] == 0
     assert slots["filled_bytes"] == slots["fills"] * state["layers"][0]["expert_bytes"]
     assert all(answer["meta_info"]["completion_tokens"] == TOKENS for answer in result["answers"])
 
@@ -88,16 +88,14 @@ def test_auto_divides_the_room_that_it_finds(served):
     assert told in result["log"]
 
 
-def test_slots_lie_behind_their_experts_in_ranges_that_prefer_the_gpu(calls):
-    """From the block on that the last expert shares with the first slot. Before a model is built, nothing says how many slots
-    ``auto`` will make: there are addresses for as many as experts."""
+def test_slots_lie_behind_the_experts_of_all_layers_and_prefer_the_gpu(calls):
+    """Before a model is built, nothing says how many slots ``auto`` will make: there are addresses for as many as experts."""
     loaded = next(i for i, call in enumerate(calls) if call["call"] == "cudaStreamBeginCapture")
     ranges = [call for call in calls[:loaded] if call["call"] == "cudaMallocManaged"]
-    assert len(ranges) == 2 * LAYERS
-    for taken, expert_bytes in zip(ranges, (512 << 10, 256 << 10) * LAYERS, strict=True):
-        assert taken["nbytes"] == whole_blocks(2 * EXPERTS * expert_bytes)
-        slots = taken["address"] + EXPERTS * expert_bytes
-        moved = [call for call in calls[:loaded] if call["call"] == "cudaMemPrefetchAsync" and call["address"] <= slots]
-        moved = [call for call in moved if slots < call["address"] + call["nbytes"]]
-        assert {call["location"] for call in moved} == {"device"}
-        assert slots % BLOCK_BYTES == 0
+    assert len(ranges) == 2 * LAYERS + 2, "those of a layer are left for those of all"
+    for taken, expert_bytes in zip(ranges[-2:], (256 << 10, 512 << 10), strict=True):
+        experts = LAYERS * EXPERTS * expert_bytes
+        assert taken["nbytes"] == whole_blocks(3 * experts), "as many rows from each layer on"
+        moved = [call for call in calls[:loaded] if call["call"] == "cudaMemPrefetchAsync"]
+        (slots,) = (call for call in moved if call["address"] == taken["address"] + experts)
+        assert (slots["location"], slots["nbytes"]) == ("device", whole_blocks(LAYERS * SLOTS * expert_bytes))

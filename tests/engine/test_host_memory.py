@@ -15,7 +15,7 @@ from sglang_uvm_offload.residency.host_need import HostNeed
 MIB = 1 << 20
 PLACES = 16
 HELD = [MIB * number for number in range(PLACES + 1)]
-SIZES = ExpertSizes(HELD, HELD, HELD, HELD[::-1])
+SIZES = ExpertSizes(HELD, HELD, HELD[::-1])
 """Of one layer with experts of a MiB."""
 FEW = Division(12, 0, 0)
 

@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from faults.rank import Rank
+
+    from sglang_uvm_offload.experts.layer import ExpertLayer
+    from sglang_uvm_offload.experts.tensor import ExpertTensor
 
 Job = dict[str, Any]
 Told = dict[str, Any]
@@ -272,22 +276,30 @@ def evict(job: Job, rank: Rank, told: Told) -> None:
     for layer in rank.experts.layers:
         for tensor in layer.tensors:
             if job["value"] == "slots":
-                spans = tensor.layout.slot_spans
-                offsets = [offset for s in spans for offset in range(s.offset, s.offset + s.nbytes, BLOCK_BYTES)]
+                slots = slots_behind(layer, tensor)
+                addresses = range(slots.data_ptr(), slots.data_ptr() + slots.nbytes, BLOCK_BYTES)
             else:
-                offsets = [int(offset) for offset in tensor.layout.blocks(tensor.resident)[: job["value"]]]
-            for offset in offsets:
-                take(tensor.address + offset, BLOCK_BYTES)
+                addresses = tensor.address + tensor.layout.blocks(tensor.resident)[: job["value"]]
+            for address in addresses:
+                take(int(address), BLOCK_BYTES)
     told["injected"] = 1
+
+
+def slots_behind(layer: ExpertLayer, tensor: ExpertTensor) -> torch.Tensor:
+    return layer.rows_from(tensor.address)[layer.pool.first_slot(layer.index) :]
 
 
 def spoil(job: Job, rank: Rank, told: Told) -> None:
     """A byte of each expert changes (``value``: "experts"), or of each slot: no fault of the plugin's, but one that every judge
     must see."""
-    for layer in rank.experts.layers:
-        tensor, experts = layer.tensors[0], layer.num_experts
-        for row in range(experts) if job["value"] == "experts" else range(experts, experts + layer.num_slots):
-            ctypes.c_ubyte.from_address(tensor.address + row * tensor.layout.expert_bytes + 77).value ^= 1
+    tensors = [(layer, layer.tensors[0]) for layer in rank.experts.layers]
+    if job["value"] == "experts":
+        places = {(tensor.address, layer.num_experts) for layer, tensor in tensors}
+    else:
+        places = {(slots_behind(layer, tensor).data_ptr(), layer.pool.num_slots) for layer, tensor in tensors}
+    for first, rows in places:
+        for row in range(rows):
+            ctypes.c_ubyte.from_address(first + row * tensors[0][1].layout.expert_bytes + 77).value ^= 1
     told["injected"] = 1
 
 

@@ -25,8 +25,9 @@ SAVE = "sglang_uvm_offload.routing.profile_file:ProfileFile._save"
 SLOTS = "sglang_uvm_offload.cuda.slots:CudaSlots"
 PLACE = "sglang_uvm_offload.experts.tensor:ExpertTensor.place"
 
-NUM_SLOTS = 4
-"""A layer's. A rank with slots takes four seconds over the stand-in, where its kernels are slow."""
+NUM_SLOTS, ROOM = 4, 11
+"""A layer's: a rank with the first streams through buffers, one with the other into its slots. A rank with slots takes four
+seconds over the stand-in, where its kernels are slow."""
 SLOT_CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("load", PLACE, ("cudaMemAdvise", "cudaMemPrefetchAsync", "cudaStreamSynchronize")),
     ("load", f"{SLOTS}.__init__", ("cudaMemcpyAsync", "cudaLaunchKernel", "cudaStreamSynchronize")),
@@ -36,10 +37,15 @@ SLOT_CALLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("re-advise", f"{SLOTS}.set_share", ("cudaMemcpyAsync",)),
     ("re-advise", f"{SLOTS}.resolve", ("cudaLaunchKernel",)),
     ("stream", f"{SLOTS}.begin_step", ("cudaHostAlloc", "cudaMemcpyAsync", "cudaLaunchKernel")),
-    ("stream", f"{SLOTS}.keep", ("cudaLaunchKernel",)),
     ("save", f"{SLOTS}.resolve", ("cudaLaunchKernel",)),
 )
 """What a rank calls for its slots: phase, place and kinds. Slots are placed before the experts of their tensor."""
+STREAM_CALLS = (
+    *(("bring", "cudaLaunchKernel", 1), ("bring", "cudaLaunchKernel", 2), ("bring", "cudaEventRecord", 1)),
+    *(("bring", "cudaStreamWaitEvent", 1), ("await_brought", "cudaStreamWaitEvent", 1)),
+    *(("begin_step", "cudaLaunchKernel", 1), ("resolve", "cudaLaunchKernel", 1)),
+)
+"""What a rank calls for a step that streams into slots: method, kind, and which of the calls fails."""
 
 
 def cuda_calls(census: Mapping[str, Mapping[str, int]], job: Mapping[str, Any] | None = None) -> Iterator[Fault]:
@@ -151,6 +157,22 @@ def with_slots() -> Iterator[Fault]:
     """What slots add: their own CUDA calls, and what happens around them while they hold experts."""
     for fault in (*_slot_calls(), *_around_slots()):
         yield replace(fault, job={**fault.job, "slots": NUM_SLOTS})
+    for fault in (*_stream_calls(), *_around_streams()):
+        yield replace(fault, job={**fault.job, "slots": ROOM})
+
+
+def _stream_calls() -> Iterator[Fault]:
+    for number, (method, kind, k) in enumerate(STREAM_CALLS):
+        for code, (name, words) in [*CODES.items()][number % 2 :: 2]:
+            fail = {"action": "cuda call", "within": f"{SLOTS}.{method}", "value": f"{kind}:{k}:{code}"}
+            yield Fault("CUDA call", "stream", f"{kind} {k} in CudaSlots.{method}, into slots: {name}", fail, (words,))
+
+
+def _around_streams() -> Iterator[Fault]:
+    yield Fault("VRAM taken", "stream", "slots that are streamed into are evicted", {"action": "eviction", "value": "slots"})
+    for backend in ("uvm", "emulated"):
+        job = {"action": "weights", "value": "told", "backend": backend}
+        yield Fault("weights", "stream", f"replaced before a stream into slots ({backend})", job)
 
 
 def _slot_calls() -> Iterator[Fault]:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from sglang_uvm_offload.files.autosave import LAST_SECONDS, Saver
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.memory.staging import Staging
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency import evictions
 from sglang_uvm_offload.residency.manager import OffloadManager
@@ -85,18 +87,16 @@ class Rank:
             executor=self.executor,
         )
         earlier = Profile.load(self.profile_path) if self.profile_path.exists() else None
-        self.experts = self.manager.begin_model(False, self.config.slots)
+        self.experts = self.manager.begin_model(False)
         self.modules = [self._module(index) for index in range(model.LAYERS)]
         self.manager.place_model(self.experts, InitialPlacement(self.config, earlier))
         self._write_weights()
         self.manager.finish_model(self.experts)
-        made = CudaStaging if self.cuda else CpuStaging
-        largest = max(map(buffer_bytes, self.experts.layers))
-        staging = made(0 if self.cuda else self.memory, largest, 2)  # type: ignore[arg-type]
-        self.streamer = Streamer(self.experts.layers, staging, STREAM_TOKENS, self.manager.ledger.add_streamed)
         slots = CudaSlots if self.cuda else CpuSlots
-        self.slots = ModelSlots(self.experts.layers, lambda layers: slots(self.experts.counters, layers))  # type: ignore[arg-type]
-        self.streamer.slot_of = self.slots.slot_of
+        self.slots = ModelSlots(self.experts.layers, partial(slots, self.experts.counters))  # type: ignore[arg-type]
+        self.streamer = Streamer(
+            self.experts.layers, self._staging(), self.slots, STREAM_TOKENS, self.manager.ledger.add_streamed
+        )
         self.manager.check_for_evictions()
         self.manager.wait_for_moves()
         routed = RoutedModel("small", "Small", tuple(range(model.LAYERS)), model.EXPERTS, model.TOP_K)
@@ -111,6 +111,14 @@ class Rank:
         self.saver = Saver(
             "profile", lambda wait: file.pending(self.manager.routing_by_expert(wait)), clock=lambda: self.seconds
         )
+
+    def _staging(self) -> Staging | None:
+        """For the layers that have no slots, or too few to stream into."""
+        without = [layer for layer in self.experts.layers if not self.slots.has_room(layer.index)]
+        if not without:
+            return None
+        made = CudaStaging if self.cuda else CpuStaging
+        return made(0 if self.cuda else self.memory, max(map(buffer_bytes, without)), 2)  # type: ignore[arg-type]
 
     def _module(self, index: int) -> torch.nn.Module:
         layer, module = self.experts.add_layer(self.memory, LayerShard(index, model.EXPERTS)), torch.nn.Module()
@@ -150,7 +158,7 @@ class Rank:
         phase = Phase.PREFILL if rows > 1 else Phase.DECODE
         self.streams = rows > 1 and self.streamer.streams(rows)
         self.manager.begin_step(self.experts, rows, rows, phase, streams=self.streams)
-        self.slots.begin_step(rows, phase, [rows] if phase is Phase.PREFILL else ())
+        self.slots.begin_step(rows, phase, [rows] if phase is Phase.PREFILL else (), streams=self.streams)
         if self.streams:
             self.streamer.begin_step()
 
@@ -161,22 +169,20 @@ class Rank:
         reading = self.streamer.enter(layer) if self.streams else None
         failed = True
         try:
-            seen = self._read_from(layer, experts, reading)
+            seen = self._read_from(layer, experts, in_place=reading is None)
             failed = False
             return seen
         finally:
-            if reading is not None:
+            if isinstance(reading, Reading):
                 self.streamer.leave(reading, failed)
 
-    def _read_from(self, layer: int, experts: Sequence[int], reading: Reading | None) -> list[int]:
+    def _read_from(self, layer: int, experts: Sequence[int], *, in_place: bool) -> list[int]:
         counters, ids = self.experts.counters, torch.tensor(self.ids, dtype=torch.int32).to(self.device)
         assert counters is not None
-        counters.count(layer, ids, 0, IdFormat.PLAIN, in_place=reading is None)
+        counters.count(layer, ids, 0, IdFormat.PLAIN, in_place=in_place)
         bases = [getattr(self.modules[layer], name).data_ptr() for name in model.TENSORS]
         used, rows = sorted(set(experts)), {}
-        if reading is not None:
-            self.slots.keep(layer, ids, reading.replicas.addresses(reading.buffer))
-        held = self.slots.at(bases[0]) if reading is None else None
+        held = self.slots.at(bases[0])
         named = used
         if held is not None:
             blocks = torch.tensor(used, dtype=torch.int32).to(self.device)
@@ -184,7 +190,7 @@ class Rank:
             held.resolve(ids, blocks, padded, SLOT_BLOCK)
             named = blocks.cpu().tolist()
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # and not what others do: the layer must have waited for what it reads
         for expert, row in zip(used, named, strict=True):
             places = [base + row * nbytes for base, nbytes in zip(bases, model.TENSORS.values(), strict=True)]
             rows[expert] = model.checksum(*places)

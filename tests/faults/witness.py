@@ -1,6 +1,6 @@
 """Looks at the experts in a scheduler of a real engine over the stand-in driver, after each step: all their bytes at their own
-addresses, their copies in slots, and those in a stream buffer when a layer begins to read it. It makes no CUDA call, for all
-memory is the host's. Installed by a plugin of SGLang's own kind."""
+addresses, and their copies in slots. When a layer of a step that streams begins, it looks at those in the buffer, or the slots,
+that the layer reads. It makes no CUDA call, for all memory is the host's. Installed by a plugin of SGLang's own kind."""
 
 from __future__ import annotations
 
@@ -53,31 +53,40 @@ class Witness:
             print(seen, flush=True)
 
     def _look_at_slots(self) -> None:
-        for index, served in enumerate(self.slots._served):
-            if served is None or self.slots.reasons[index] is not None:
-                continue
-            for expert, slot in enumerate(self.held(index)):
-                for row in served.rows if slot else ():
-                    own, copy = row.address + expert * row.nbytes, row.address + (served.num_experts + slot - 1) * row.nbytes
-                    if memory(own, row.nbytes) != memory(copy, row.nbytes):
-                        print(f"{WRONG}slot {slot - 1} of layer {index}, expert {expert}", flush=True)
+        for index, (served, reason) in enumerate(zip(self.slots._served, self.slots.reasons, strict=True)):
+            if served is not None and reason is None:
+                self.look_at_slots_of(index)
+
+    def look_at_slots_of(self, index: int) -> None:
+        served = self.slots._served[index]
+        for expert, slot in enumerate(self.held(index)):
+            for row in served.rows if slot else ():
+                own, copy = row.address + expert * row.nbytes, row.address + (served.first_slot + slot - 1) * row.nbytes
+                if memory(own, row.nbytes) != memory(copy, row.nbytes):
+                    print(f"{WRONG}slot {slot - 1}, layer {index}, expert {expert}", flush=True)
 
     def held(self, index: int) -> list[int]:
-        """The slot of each expert, plus one."""
-        slot_of = None if self.slots is None else self.slots.slot_of(index)
-        if slot_of is None:
-            return []
-        return list((ctypes.c_int32 * slot_of.numel()).from_address(slot_of.data_ptr()))
+        """The slot of each expert of a layer with slots, plus one."""
+        state, experts = self.slots._device._states[index], self.slots.layers[index].num_experts
+        return list((ctypes.c_int32 * experts).from_address(state.pool.slot_of[state.at].data_ptr()))
+
+    def look_at_brought(self, index: int) -> None:
+        """A layer is about to read all offloaded experts from slots."""
+        self.look_at_slots_of(index)
+        for expert, (slot, share) in enumerate(zip(self.held(index), self.shares(index), strict=True)):
+            if share and not slot:
+                print(f"{WRONG}layer {index} streams, and expert {expert} is in no slot", flush=True)
+
+    def shares(self, index: int) -> list[int]:
+        """How much of each expert is offloaded, as slots know it."""
+        state, experts = self.slots._device._states[index], self.slots.layers[index].num_experts
+        return list((ctypes.c_uint8 * experts).from_address(state.share.data_ptr()))
 
     def look_at_buffer(self, streamer: Any, reading: Any) -> None:
-        begin, held = streamer._staging.buffers[reading.buffer].data_ptr(), self.held(reading.row)
+        begin = streamer._staging.buffers[reading.buffer].data_ptr()
         for part in reading.replicas.parts:
-            for expert in range(part.nbytes // part.expert_bytes):
-                offset = expert * part.expert_bytes
-                own, copy = part.managed.address + offset, begin + part.offset + offset
-                in_slot = held[expert : expert + 1] > [0]  # not copied: its slot is read
-                if not in_slot and memory(own, part.expert_bytes) != memory(copy, part.expert_bytes):
-                    print(f"{WRONG}stream buffer {reading.buffer}, layer {reading.row}, expert {expert}", flush=True)
+            if memory(part.managed.address, part.nbytes) != memory(begin + part.offset, part.nbytes):
+                print(f"{WRONG}stream buffer {reading.buffer}, layer {reading.row}", flush=True)
 
 
 def memory(address: int, nbytes: int) -> bytes:
@@ -88,10 +97,9 @@ def install() -> None:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_uvm_offload.residency.manager import OffloadManager
-    from sglang_uvm_offload.streaming.model_slots import ModelSlots
-    from sglang_uvm_offload.streaming.streamer import Streamer
 
     witness = Witness()
+    watch(witness)
 
     def end_step(manager: Any, *arguments: Any) -> None:
         ended(manager, *arguments)
@@ -103,18 +111,28 @@ def install() -> None:
             witness.look()
         return told(*arguments, **more)
 
+    ended, told = OffloadManager.end_step, Scheduler.get_internal_state
+    OffloadManager.end_step = end_step  # type: ignore[method-assign]
+    Scheduler.get_internal_state = internal_state
+
+
+def watch(witness: Witness) -> None:
+    """What layers of steps that stream read."""
+    from sglang_uvm_offload.streaming.model_slots import ModelSlots
+    from sglang_uvm_offload.streaming.streamer import Reading, Streamer
+
     def make_slots(slots: Any, *arguments: Any, **more: Any) -> None:
         made(slots, *arguments, **more)
         witness.slots = slots
 
     def enter(streamer: Any, row: int) -> Any:
         reading = entered(streamer, row)
-        if reading is not None:
+        if isinstance(reading, Reading):
             witness.look_at_buffer(streamer, reading)
+        elif reading is not None:
+            witness.look_at_brought(row)
         return reading
 
-    ended, told, made, entered = OffloadManager.end_step, Scheduler.get_internal_state, ModelSlots.__init__, Streamer.enter
-    OffloadManager.end_step = end_step  # type: ignore[method-assign]
-    Scheduler.get_internal_state = internal_state
+    made, entered = ModelSlots.__init__, Streamer.enter
     ModelSlots.__init__ = make_slots  # type: ignore[method-assign]
     Streamer.enter = enter  # type: ignore[method-assign]

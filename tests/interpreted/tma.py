@@ -69,7 +69,7 @@ def main() -> None:
     random, memory = torch.Generator().manual_seed(1), EmulatedMemory()
     layers = [Layer(memory, index, random) for index in range(LAYERS)]
     staging = CpuStaging(memory, max(buffer_bytes(layer.experts) for layer in layers), 1)
-    streamer = Streamer([layer.experts for layer in layers], staging, TOKENS, lambda row, nbytes: None)
+    streamer = Streamer([layer.experts for layer in layers], staging, None, TOKENS, lambda row, nbytes: None)
     flags = {"use_fp8_w8a8": True, "block_shape": [GROUP, GROUP]}
     settings = MoeRunnerConfig(
         num_experts=EXPERTS,

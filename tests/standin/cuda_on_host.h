@@ -80,20 +80,11 @@ inline void run_block(void (*block_body)(void*), void* block_state, unsigned thr
 
 inline void __syncthreads() { on_host::go(on_host::fibers[on_host::running]->here, on_host::scheduler); }
 
-inline int __syncthreads_or(int predicate) {
-    static int any;
-    any |= predicate != 0;
-    __syncthreads();
-    const int result = any;
-    __syncthreads();
-    any = 0;
-    __syncthreads();
-    return result;
-}
-
 inline void __threadfence() {}
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
+inline int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 

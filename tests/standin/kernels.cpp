@@ -39,6 +39,10 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
     if (!strcmp(name, "uvm_read_kernel")) return new bound_kernel(with_arguments(uvm_read_kernel, arguments));
     if (!strcmp(name, "uvm_begin_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_begin_slots_kernel, arguments));
+    if (!strcmp(name, "uvm_bring_slots_kernel"))
+        return new bound_kernel(with_arguments(uvm_bring_slots_kernel, arguments));
+    if (!strcmp(name, "uvm_fill_brought_kernel"))
+        return new bound_kernel(with_arguments(uvm_fill_brought_kernel, arguments));
     if (!strcmp(name, "uvm_resolve_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_resolve_slots_kernel, arguments));
     return nullptr;

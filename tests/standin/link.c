@@ -29,8 +29,7 @@ static bool in_host_ram(const void* address, size_t nbytes) {
 /* As in kernels/uvm_ops.cu: uvm_copy and layer_copies. */
 struct part {
     char *from, *to;
-    size_t nbytes, row;
-    void* slot_of;
+    size_t nbytes;
 };
 
 struct copies {

@@ -13,10 +13,10 @@ from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.experts.pool import ExpertPool
+from sglang_uvm_offload.experts.takeover import AllocationMode, HeldStorage, WatchWrites
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES, ExpertLayout
-from sglang_uvm_offload.memory.protocol import Location, Span
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
@@ -34,7 +34,8 @@ class Module(torch.nn.Module):
 
     def __init__(self, layer: ExpertLayer, expert_bytes: int = EXPERT_BYTES):
         super().__init__()
-        with AllocationMode(layer.num_experts, partial(layer.allocate, written_later=True), layer.write):
+        allocation = AllocationMode(layer.num_experts, partial(layer.allocate, written_later=True), layer.write)
+        with WatchWrites(layer.storage_written), allocation:
             self.ones = torch.ones(layer.num_experts, expert_bytes, dtype=torch.uint8)
             self.zeros = torch.zeros(layer.num_experts, expert_bytes, dtype=torch.uint8)
             self.empty = torch.empty(layer.num_experts, expert_bytes, dtype=torch.uint8)
@@ -42,19 +43,67 @@ class Module(torch.nn.Module):
         layer.sync_tensors(self)
 
 
-def reserved(memory: SimulatedDriver, slots: int = 0) -> tuple[ExpertLayer, Module]:
-    layer = ExpertLayer(memory, LayerShard(3, E), slots)
+def reserved(memory: SimulatedDriver) -> tuple[ExpertLayer, Module]:
+    layer = ExpertLayer(memory, LayerShard(3, E))
     return layer, Module(layer)
 
 
-def test_what_is_written_before_a_layer_is_placed_stays():
+def pooled(layer: ExpertLayer) -> int:
+    """Lets the layer have slots, and a pool of its own. Returns how many."""
+    pools: dict[tuple[int, ...], ExpertPool] = {}
+
+    def of(nbytes: tuple[int, ...]) -> ExpertPool:
+        return pools.setdefault(nbytes, ExpertPool(layer.memory, 1, E, nbytes, 2))
+
+    layer.join_pool(of)
+    return 2
+
+
+WRITES = {
+    "by index": lambda module: module.zeros.__setitem__(5, 9),
+    "a slice of data": lambda module: module.zeros.data[5:6].fill_(9),
+    "in place": lambda module: module.zeros.index_fill_(0, torch.tensor([5]), 9),
+    "out": lambda module: torch.add(module.zeros, (torch.arange(E, dtype=torch.uint8) == 5).unsqueeze(1) * 9, out=module.zeros),
+    "another type": lambda module: module.zeros.view(torch.int16)[5].fill_(0x0909),
+}
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["as built", "in a pool"])
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_written_before_a_layer_is_placed_stays(how, pool):
     """A model may change the values that a tensor begins with."""
     layer, module = reserved(SimulatedDriver())
-    module.ones[2] = 7
-    module.zeros[5] = 9
-    layer.place(first(3))
+    with WatchWrites(layer.storage_written):
+        module.ones[2] = 7
+        WRITES[how](module)
+    layer.place(first(3), num_slots=pooled(layer) if pool else 0)
+    assert (layer.pool is not None) == pool
     assert module.ones[:, 0].tolist() == [1, 1, 7, *[1] * (E - 3)]
+    assert module.zeros[:, -1].tolist() == [0, 0, 0, 0, 0, 9, *[0] * (E - 6)]
+    assert not module.empty.any()
+    assert (module.scale == 2.5).all()
+
+
+def test_all_is_copied_where_anything_may_have_been_written():
+    """By a loader that builds and reads in one call, which nobody watches."""
+    layer, module = reserved(SimulatedDriver())
+    module.zeros[5] = 9
+    layer.mark_written()
+    layer.place(first(3), num_slots=pooled(layer))
     assert module.zeros[:, 0].tolist() == [0, 0, 0, 0, 0, 9, *[0] * (E - 6)]
+
+
+def test_only_what_was_written_is_copied_to_its_home(monkeypatch):
+    layer, _ = reserved(SimulatedDriver())
+    copied, move = [], HeldStorage.move
+
+    def noted(found: HeldStorage, flat: torch.Tensor, copy: bool = True) -> None:
+        copied.append((found.held[0].name, copy))
+        move(found, flat, copy)
+
+    monkeypatch.setattr(HeldStorage, "move", noted)
+    layer.place(first(3), num_slots=pooled(layer))
+    assert copied == [("ones", True), ("zeros", False), ("empty", False), ("scale", True)]
 
 
 def test_it_is_placed_as_chosen_and_has_its_first_values():
@@ -84,25 +133,9 @@ def test_what_is_zero_once_it_is_placed_is_not_written():
     assert written == ["ones", "later"]
 
 
-@pytest.mark.parametrize("slots", [0, 2, 5])
-def test_it_has_as_many_slots_as_were_decided_of_those_reserved(slots):
-    memory = SimulatedDriver()
-    layer, module = reserved(memory, slots=5)
-    layer.place(first(2), num_slots=slots)
-    of_one = ExpertLayout(E, EXPERT_BYTES, BLOCK_BYTES, slots)
-    memory.notice_writes()
-    assert layer.slot_bytes == 3 * of_one.slot_bytes + slots * module.scale[0].nbytes
-    assert memory.device_used == layer.resident_bytes + 3 * of_one.slot_bytes, "no page of slots that it does not have"
-    assert len(layer.slot_rows()) == (4 if slots else 0), "its scales have rows too"
-    assert layer.slots_missing is None
-    assert (module.scale == 2.5).all()
-    assert (module.ones == 1).all()
-
-
-def test_a_deep_copy_of_a_tensor_with_room_for_slots_is_taken_over():
-    memory = SimulatedDriver()
-    layer, module = reserved(memory, slots=5)
-    layer.place(first(2), num_slots=2)
+def test_a_deep_copy_of_a_tensor_is_taken_over():
+    layer, module = reserved(SimulatedDriver())
+    layer.place(first(2))
     module.ones = copy.deepcopy(module.ones)
     layer.sync_tensors(module)
     assert len(layer.tensors) == 3
@@ -112,9 +145,9 @@ def test_a_deep_copy_of_a_tensor_with_room_for_slots_is_taken_over():
 # ---- a model ----
 
 
-def built(memory: SimulatedDriver, most_slots: int | None = 0, **flags):
+def built(memory: SimulatedDriver, **flags):
     manager = OffloadManager(config(**flags), memory, CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
-    model = manager.begin_model(False, most_slots)
+    model = manager.begin_model(False)
     modules = []
     for layer_id in range(1, LAYERS + 1):
         layer = model.add_layer(memory, LayerShard(layer_id, E))
@@ -161,9 +194,20 @@ def test_adaptation_goes_on_from_the_corrected_residents():
     assert adaptation._replaced is model, "its budget is that of the new residents"
 
 
-@pytest.mark.parametrize(("most", "room"), [(None, E), (3, 3), (0, 0)])
-def test_a_model_reserves_room_for_the_most_slots(most, room):
-    memory = SimulatedDriver()
-    _, model, _ = built(memory, most_slots=most)
-    assert {tensor.managed.nbytes for layer in model.layers for tensor in layer.tensors} == {(E + room) * BLOCK_BYTES}
-    assert memory.location(model.layers[0].tensors[0].managed, Span(0, BLOCK_BYTES)) is not Location.DEVICE
+@pytest.mark.parametrize("converted_later", [False, True])
+def test_tensors_go_to_their_homes_when_they_are_placed_or_once_they_are_converted(converted_later):
+    manager, model, modules = built(SimulatedDriver(), slots=2)
+    before = [module.w13.data_ptr() for module in modules]
+    placement = InitialPlacement(config(num_resident=2, slots=2), None, converted_later=converted_later)
+    manager.place_model(model, placement)
+    assert (before == [module.w13.data_ptr() for module in modules]) == converted_later
+    for layer, module in zip(model.layers, modules, strict=True):
+        module.w13.fill_(layer.index + 1)
+        layer.join_pool(partial(model.pool_for, layer))
+        layer.sync_tensors(module)
+    manager.finish_model(model)
+    (pool,) = model.pools()
+    assert pool.num_slots == 2 * LAYERS
+    assert np.diff([module.w13.data_ptr() for module in modules]).tolist() == [pool.pitch * BLOCK_BYTES] * (LAYERS - 1)
+    assert [int(module.w13.amin()) for module in modules] == [int(module.w13.amax()) for module in modules] == [1, 2, 3]
+    assert residents(model) == [[0, 1]] * LAYERS

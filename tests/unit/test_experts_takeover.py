@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from sglang_uvm_offload.experts.takeover import AllocationMode, expert_tensors, move_into_managed
+from sglang_uvm_offload.experts.takeover import AllocationMode, WatchWrites, expert_storages
 
 E = 4
 
@@ -88,22 +88,41 @@ def test_other_tensors_are_left_alone(make, pool):
     assert not pool.given
 
 
-def test_what_a_repack_leaves_outside_is_moved_with_names_values_strides_and_aliases(pool):
+def moved(pool, *holders):
+    """Moves what has a run of bytes for each expert, and nothing else. Returns the expert tensors."""
+    for found in expert_storages(holders, E):
+        nbytes = found.expert_bytes(E)
+        if nbytes is not None:
+            found.move(pool(nbytes, found.device, "moved"))
+    return [held.tensor for found in expert_storages(holders, E) for held in found.held]
+
+
+def test_a_storage_moves_with_the_names_values_strides_and_aliases_of_its_tensors(pool):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.arange(24.0).view(E, 3, 2), requires_grad=False)
-    module.transposed = module.weight.data.transpose(1, 2)
+    module.transposed = module.weight.data.permute(2, 1, 0)
     module.register_buffer("scale", torch.ones(E, 3))
     module.other = torch.ones(E + 1)
     parameter = module.weight
-    before = [held.tensor.clone() for held in expert_tensors([module], E)]
-    move_into_managed([module], E, pool.holds, pool)
-    after = [held.tensor for held in expert_tensors([module], E)]
+    before = [held.tensor.clone() for found in expert_storages([module], E) for held in found.held]
+    after = moved(pool, module)
     assert module.weight is parameter
-    assert {id(tensor) for tensor in after[1:]} == {id(module.scale), id(module.transposed)}
-    assert all(pool.holds(moved) and torch.equal(moved, tensor) for moved, tensor in zip(after, before, strict=True))
+    assert len(after) == len(before) == 3
+    assert {id(tensor) for tensor in after} >= {id(module.scale), id(module.transposed)}
+    assert all(pool.holds(now) and torch.equal(now, tensor) for now, tensor in zip(after, before, strict=True))
+    assert len(pool.given) == 2
     assert module.transposed.untyped_storage().data_ptr() == module.weight.untyped_storage().data_ptr()
     module.weight.data[2, 1, 0] = -1
-    assert module.transposed[2, 0, 1] == -1
+    assert module.transposed[0, 1, 2] == -1
+
+
+def test_a_storage_may_move_without_its_bytes(pool):
+    module = torch.nn.Module()
+    module.weight = torch.ones(E, 3)
+    (found,) = expert_storages([module], E)
+    found.move(pool(12, found.device, "moved"), copy=False)
+    assert pool.holds(module.weight)
+    assert (module.weight.view(torch.uint8) == 0xAB).all()
 
 
 @dataclasses.dataclass
@@ -127,26 +146,67 @@ def test_what_a_method_keeps_inside_dataclasses_is_moved_too(pool):
     method, weights = Method(), torch.arange(24.0).view(E, 3, 2)
     method.weights = KernelWeights(Storage(weights), scale=torch.ones(E, 3))
     method.weights.storage.owner = method.weights
-    move_into_managed([torch.nn.Module(), method], E, pool.holds, pool)
+    assert [tensor.shape for tensor in moved(pool, torch.nn.Module(), method)] == [(E, 3, 2), (E, 3)]
     assert pool.holds(method.weights.storage.data)
     assert pool.holds(method.weights.scale)
     assert torch.equal(method.weights.storage.data, weights)
-    assert [held.tensor.shape for held in expert_tensors([method], E)] == [(E, 3, 2), (E, 3)]
+    assert [str(found.held[0]) for found in expert_storages([method], E)] == [
+        "weights.storage.data (float32[4, 3, 2])",
+        "weights.scale (float32[4, 3])",
+    ]
 
 
-def test_experts_that_interleave_stay_where_they_are(pool):
+WITHOUT_RUNS = {
+    "experts interleave": lambda: [torch.arange(12.0).view(3, E).t()],
+    "one value for all": lambda: [torch.ones(1).expand(E)],
+    "more rows than experts": lambda: [torch.ones(E + 1, 3)[:E]],
+    "behind something else": lambda: [torch.ones(E + 1, 3)[1:]],
+    "shares its storage with one that interleaves": lambda: [(w := torch.arange(32.0).view(E, 8))[:, :4], w.view(-1)[:E]],
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_RUNS)
+def test_a_storage_without_a_run_of_bytes_for_each_expert_is_told_apart(what):
     module = torch.nn.Module()
-    module.weight = torch.arange(12.0).view(3, E).t()
-    address = module.weight.data_ptr()
-    move_into_managed([module], E, pool.holds, pool)
-    assert module.weight.data_ptr() == address
-    assert not pool.given
+    for index, tensor in enumerate(WITHOUT_RUNS[what]()):
+        setattr(module, f"tensor{index}", tensor)
+    (found,) = expert_storages([module], E)
+    assert found.expert_bytes(E) is None
 
 
-def test_a_tensor_that_shares_storage_with_one_that_interleaves_stays(pool):
-    module = torch.nn.Module()
-    whole = torch.arange(32.0).view(E, 8)
-    module.weight = whole[:, :4]
-    module.flat_part = whole.view(-1)[:E]
-    move_into_managed([module], E, pool.holds, pool)
-    assert not pool.given
+WRITES = {
+    "in place": lambda tensor: tensor.fill_(1),
+    "an item": lambda tensor: tensor.__setitem__((2, 0), 1.0),
+    "a slice": lambda tensor: tensor[1:3].copy_(torch.ones(2, 3)),
+    "data": lambda tensor: tensor.data.add_(1),
+    "a view of another type": lambda tensor: tensor.view(torch.uint8)[0].zero_(),
+    "a transposed view": lambda tensor: tensor.t()[0].mul_(2),
+    "out": lambda tensor: torch.add(torch.ones(E, 3), 1, out=tensor),
+    "one of several": lambda tensor: torch._foreach_add_([torch.ones(1), tensor], 1),
+    "by index": lambda tensor: tensor.index_copy_(0, torch.tensor([1]), torch.ones(1, 3)),
+    "where": lambda tensor: tensor.masked_fill_(torch.ones(E, 3) > 0, 3),
+    "random": lambda tensor: torch.nn.init.normal_(tensor),
+}
+READS = {
+    "a sum": lambda tensor: tensor.sum(),
+    "a copy of it": lambda tensor: torch.ones(E, 3).copy_(tensor),
+    "a view": lambda tensor: tensor.view(-1)[2:],
+    "an operand": lambda tensor: torch.ones(E, 3).add_(tensor),
+}
+
+
+@pytest.mark.parametrize("what", [*WRITES, *READS])
+def test_writes_are_watched_and_reads_are_not(what):
+    tensor, seen = torch.zeros(E, 3), []
+    with torch.no_grad(), WatchWrites(lambda storage: seen.append(storage.data_ptr())):
+        (WRITES | READS)[what](tensor)
+    assert (tensor.data_ptr() in seen) == (what in WRITES)
+
+
+def test_writes_are_watched_below_an_allocation_mode(pool):
+    seen = []
+    with WatchWrites(lambda storage: seen.append(storage.data_ptr())), AllocationMode(E, pool):
+        made, empty = torch.ones(E, 3), torch.empty(E, 3)
+        assert seen == [made.data_ptr()]
+        empty[1] = 2
+    assert seen[-1] == empty.data_ptr()

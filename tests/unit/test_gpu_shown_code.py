@@ -22,9 +22,9 @@ def changed(path: str, old: str, new: str) -> set[str]:
     ("path", "old", "new", "expected"),
     [
         (KERNELS, "constexpr int slot_blocks = 32;", "constexpr int slot_blocks = 16;", {"slots"}),
-        (KERNELS, "constexpr int copy_loads = 8;", "constexpr int copy_loads = 4;", {"copies", "link", "slots"}),
+        (KERNELS, "constexpr int copy_loads = 8;", "constexpr int copy_loads = 4;", {"brought", "copies", "link", "slots"}),
         (KERNELS, "found = find_piece(", "found = 1 + find_piece(", {"copies"}),
-        (KERNELS, "int half_octaves(unsigned x) {", "int half_octaves(unsigned x) {\n    x++;", {"slots"}),
+        (KERNELS, "int half_octaves(unsigned x) {", "int half_octaves(unsigned x) {\n    x++;", {"brought", "slots"}),
         (KERNELS, "arrived = read_now(from);", "arrived = 0;", {"read times"}),
         (KERNELS, "error = prefetch(address + span.offset", "error = prefetch(address", {"moves"}),
         (

@@ -7,11 +7,15 @@ import pytest
 
 from sglang_uvm_offload.memory.layout import (
     BLOCK_BYTES,
+    MOST_ROWS,
     MOVE_BYTES,
     PAGE_BYTES,
+    SMALL_ALIGNMENT,
     ExpertLayout,
     batches,
     check_spans,
+    enclosing,
+    rows_a_layer,
 )
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
@@ -116,79 +120,68 @@ def test_a_set_of_experts_of_another_size_is_refused():
         ExpertLayout(4, PAGE_BYTES).holding(mask(3, 0))
 
 
-def slotted(layout, slots):
-    return ExpertLayout(layout.num_experts, layout.expert_bytes, layout.block_bytes, slots)
-
-
-WITH_SLOTS = [slotted(layout, slots) for index, layout in enumerate(random_layouts()) for slots in (1, 2 + index % 7)]
-
-
-@pytest.mark.parametrize("layout", random_layouts(), ids=str)
-def test_without_slots_nothing_is_beside_the_experts(layout):
-    assert (layout.range_bytes, layout.slot_spans, layout.slot_bytes, layout.edge_bytes) == (layout.nbytes, [], 0, 0)
-    assert not layout.edge.any()
-    assert layout == slotted(layout, 0) != slotted(layout, 1)
-
-
-@pytest.mark.parametrize("layout", WITH_SLOTS, ids=str)
-def test_slots_leave_the_experts_bytes_where_they_are(layout):
-    without = slotted(layout, 0)
-    every = np.ones(layout.num_extents, dtype=bool)
-    assert layout.nbytes == without.nbytes
-    assert layout.bytes_in(every).tolist() == [layout.expert_bytes] * layout.num_experts
-    assert layout.taken_by(every) == without.taken_by(np.ones(without.num_extents, dtype=bool))
-    split = layout.num_extents - without.num_extents
-    assert split in (0, 1), "the edge alone may be apart"
-    assert np.cumsum(layout.extent_bytes)[: without.num_extents - 1].tolist() == np.cumsum(without.extent_bytes)[:-1].tolist()
-    assert split <= bool(layout.edge_bytes)
-
-
-@pytest.mark.parametrize("layout", WITH_SLOTS, ids=str)
-def test_the_edge_and_the_slots_blocks_hold_every_byte_of_a_slot_and_no_other_block_does(layout):
-    managed = ManagedRange(0, layout.range_bytes, "w13")
-    stay = layout.spans(layout.edge) + layout.slot_spans
-    check_spans(managed, stay, layout.block_bytes)
-    check_spans(managed, layout.spans(~layout.edge), layout.block_bytes)
-    assert stay[0].offset == layout.nbytes // layout.block_bytes * layout.block_bytes
-    assert stay[-1].end == layout.range_bytes
-    assert all(a.end == b.offset for a, b in pairwise(stay))
-    assert layout.edge_bytes + layout.slot_bytes == whole(layout, stay[-1].end - stay[0].offset)
-    assert layout.taken_by(layout.edge) == layout.edge_bytes
-
-
 def whole(layout, nbytes):
     return -(-nbytes // layout.block_bytes) * layout.block_bytes
 
 
-@pytest.mark.parametrize("layout", [*random_layouts(), *WITH_SLOTS], ids=str)
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
 def test_any_extents_are_whole_blocks(layout):
     extents = np.random.default_rng(layout.nbytes).random(layout.num_extents) < 0.5
     found = layout.spans(extents)
-    check_spans(ManagedRange(0, layout.range_bytes, "w13"), found, layout.block_bytes)
+    check_spans(ManagedRange(0, layout.nbytes, "w13"), found, layout.block_bytes)
     assert sum(whole(layout, span.nbytes) for span in found) == layout.taken_by(extents)
     assert layout.blocks(extents).tolist() == [at for span in found for at in range(span.offset, span.end, layout.block_bytes)]
 
 
-@pytest.mark.parametrize("layout", [*random_layouts(), *WITH_SLOTS], ids=str)
-def test_the_budget_of_n_experts_is_what_the_first_n_take_and_counts_the_edge_once(layout):
+@pytest.mark.parametrize("layout", random_layouts(), ids=str)
+def test_the_budget_of_n_experts_is_what_the_first_n_take(layout):
     for n in range(layout.num_experts + 1):
         first = layout.holding(np.arange(layout.num_experts) < n)
-        assert layout.budget(n) == layout.taken_by(first | layout.edge)
+        assert layout.budget(n) == layout.taken_by(first)
 
 
-def test_the_edge_of_large_experts_is_one_block():
-    layout = ExpertLayout(2, 7 * MIB, num_slots=3)
-    assert (layout.extent_bytes // BLOCK_BYTES).tolist() == [3, 1, 3]
-    layout = ExpertLayout(3, 7 * MIB, num_slots=3)
-    assert (layout.extent_bytes // BLOCK_BYTES).tolist() == [3, 1, 3, 3, 1]
-    assert layout.edge.tolist() == [False] * 4 + [True]
-    assert layout.slot_spans == [Span(22 * MIB, 20 * MIB)]
+SIZES = [
+    (128, [2 * BLOCK_BYTES], 128),
+    (128, [3 * MIB, 3 * MIB // 2], 128),  # every fourth row begins on a block in both
+    (6, [3 * MIB, 3 * MIB // 2], 8),
+    (5, [BLOCK_BYTES, 12], 8),
+    (5, [BLOCK_BYTES, 4096], 5),
+    (7, [4], 8),
+    (1, [BLOCK_BYTES + 512], 4096),
+    (160, [BLOCK_BYTES + 256], MOST_ROWS),
+    (160, [BLOCK_BYTES + 128], None),
+    (MOST_ROWS + 1, [BLOCK_BYTES], MOST_ROWS + 1),
+]
 
 
-def test_slots_inside_the_edge_take_no_block_of_their_own():
-    layout = ExpertLayout(3, BLOCK_BYTES // 8, num_slots=2)
-    assert (layout.slot_spans, layout.slot_bytes, layout.edge_bytes) == ([], 0, BLOCK_BYTES)
-    assert layout.spans(layout.edge) == [Span(0, 5 * BLOCK_BYTES // 8)]
+@pytest.mark.parametrize(("experts", "sizes", "rows"), SIZES, ids=str)
+def test_layers_are_the_fewest_rows_apart_that_begin_on_a_block(experts, sizes, rows):
+    assert rows_a_layer(experts, sizes, BLOCK_BYTES) == rows
+    if rows is None:
+        return
+
+    def fits(number):
+        begins = [number * nbytes % (BLOCK_BYTES if nbytes >= PAGE_BYTES else SMALL_ALIGNMENT) for nbytes in sizes]
+        return number >= experts and not any(begins)
+
+    assert fits(rows)
+    assert not any(fits(number) for number in range(rows))
+
+
+@pytest.mark.parametrize(
+    ("span", "blocks"),
+    [
+        (Span(0, 1), Span(0, 8)),
+        (Span(7, 2), Span(0, 16)),
+        (Span(8, 8), Span(8, 8)),
+        (Span(9, 12), Span(8, 15)),
+        (Span(16, 7), Span(16, 7)),
+    ],
+    ids=str,
+)
+def test_the_blocks_around_a_span_end_with_their_range(span, blocks):
+    assert enclosing(span, 8, 23) == blocks
+    check_spans(ManagedRange(0, 23, "w13"), [blocks], 8)
 
 
 def test_batches_hold_all_bytes_in_order_and_few_blocks():

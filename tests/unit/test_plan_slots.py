@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders.plans import machine, planned
 
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES, ExpertLayout
+from sglang_uvm_offload.memory.layout import whole_blocks
 from sglang_uvm_offload.plan.inputs import Parallel
 from sglang_uvm_offload.plan.machine import GIB, preset
 from sglang_uvm_offload.plan.outcome import Plan
@@ -29,7 +29,8 @@ def test_auto_divides_what_fits_as_a_launch_does():
     without, divided = ask(), ask(AUTO)
     assert divided.slots == AUTO.of(divided.rows, 256) > 0
     assert without.num_resident is not None
-    assert abs(divided.rows - without.num_resident) <= 1, "but for the blocks that slots round up to"
+    buffers = 2 * 256 / 58
+    assert divided.rows - without.num_resident == pytest.approx(buffers, abs=1), "slots take the place of stream buffers"
     of_profile = ask(Slots(None, {0.5: 0.25}))
     assert of_profile.slots == of_profile.rows // 4
     measured = hit_rates("deepseek_v3", 1, divided.rows / 256, divided.slots / divided.rows)
@@ -39,12 +40,12 @@ def test_auto_divides_what_fits_as_a_launch_does():
 def test_a_slot_takes_a_row_of_every_tensor_and_its_expert_stays_in_host_ram():
     fixed, divided = ask(num_resident=60), ask(Slots(100), num_resident=60)
     (before,), (after,) = fixed.ranks, divided.ranks
-    layouts = [ExpertLayout(256, nbytes, BLOCK_BYTES, 100) for nbytes in (2 * MATRIX, MATRIX)]
-    edges = 58 * sum(layout.edge_bytes for layout in layouts)
+    weights = sum(whole_blocks(58 * 100 * nbytes) for nbytes in (2 * MATRIX, MATRIX))
     scales = 58 * 3 * (7168 // 128) * (2048 // 128) * 4 // 8
-    assert after.slot_bytes == 58 * sum(layout.slot_bytes for layout in layouts) + 100 * scales
-    assert after.resident_bytes == before.resident_bytes + edges
-    assert after.used_bytes - before.used_bytes == after.slot_bytes + edges
+    assert after.slot_bytes == weights + 100 * scales
+    assert after.resident_bytes == before.resident_bytes
+    assert (before.stream_buffers, after.stream_buffers) == (2, 0)
+    assert after.used_bytes - before.used_bytes == after.slot_bytes - before.stream_bytes
     assert (after.host_bytes, divided.host_needed) == (before.host_bytes, fixed.host_needed)
     (of_whole_experts,) = ask(Slots(100), parallel=Parallel(tp=8, ep=8), num_resident=60).ranks
     assert of_whole_experts.slot_bytes == pytest.approx(after.slot_bytes, rel=0.05), "ranks of experts share them"

@@ -444,7 +444,7 @@ def test_the_command_prints_a_plan_as_text_or_json(capsys):
     found = json.loads(capsys.readouterr().out)
     expected = planned("glm-4.5-air", preset("4x4090"), given={"slots": Slots(None)}, context_length=32768)
     assert (found["num_resident"], found["parallel"]["tp"]) == (expected.num_resident, 4)
-    assert found["ranks"][0]["resident_bytes"] > 0
+    assert found["ranks"][0]["slot_bytes"] > 0
 
 
 def test_the_command_takes_a_machine_by_its_figures(capsys):
@@ -459,7 +459,7 @@ def test_the_command_plans_with_what_the_flags_of_a_launch_say(capsys):
         return json.loads(capsys.readouterr().out)
 
     sizes = [(), ("--stream-buffer-gb", "auto"), ("--stream-buffer-gb", "0"), ("--stream-buffer-gb", "1.5")]
-    assert [found(*words)["ranks"][0]["stream_buffers"] for words in sizes] == [2, 2, 0, 1]
+    assert [found("--slots", 0, *words)["ranks"][0]["stream_buffers"] for words in sizes] == [2, 2, 0, 1]
     auto = found("--slots", "auto")
     assert auto["slots"] == Slots(None).of(auto["num_resident"] + auto["slots"], 256) > 0
     given = found("--slots", 30, "--num-resident", 50, "--host-gbps", 100)

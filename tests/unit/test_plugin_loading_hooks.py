@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders.configs import requested_config
@@ -15,6 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.experts.takeover import AllocationMode
+from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.plugin import enforce
@@ -22,6 +26,7 @@ from sglang_uvm_offload.plugin.rank import loading_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.loading_hooks import LoadingHooks
 from sglang_uvm_offload.plugin.rank.state import RankState
+from sglang_uvm_offload.residency.model import ModelExperts
 
 pytestmark = pytest.mark.sglang
 
@@ -35,18 +40,22 @@ class Backend(Emulated):
 
 
 def load(
-    monkeypatch: pytest.MonkeyPatch, memory: Memory, model: Callable[[RankState], None], measure: Callable[[], None]
+    monkeypatch: pytest.MonkeyPatch,
+    memory: Memory,
+    model: Callable[[LoadingHooks], None],
+    measure: Callable[[], None] = lambda: None,
+    place: Callable[..., None] = lambda *_: None,
 ) -> None:
-    """Loads what ``model`` builds and reads, and then measures the link."""
+    """Loads what ``model`` builds and reads, and then measures the link. ``place`` is given the built model."""
     rank = RankState(requested_config(num_resident=1))
     rank.backend = Backend(memory)
     hooks = LoadingHooks(rank)
-    monkeypatch.setattr(hooks, "_place_target", lambda *_: None)
+    monkeypatch.setattr(hooks, "_place_target", lambda runner, model, module: place(model))
     monkeypatch.setattr(hooks, "_loaded", lambda runner, model: None)
     monkeypatch.setattr(loading_hooks, "get_device", lambda: SimpleNamespace(gpu_id=0))
     monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
     with get_parallel().override(tp_rank=0, pp_rank=0):
-        hooks.around_load_model(lambda runner: model(rank), SimpleNamespace(is_draft_worker=False, model=torch.nn.Module()))
+        hooks.around_load_model(lambda runner: model(hooks), SimpleNamespace(is_draft_worker=False, model=torch.nn.Module()))
 
 
 def test_host_pages_are_populated_while_the_model_loads_and_before_the_link_is_measured(
@@ -56,7 +65,7 @@ def test_host_pages_are_populated_while_the_model_loads_and_before_the_link_is_m
     managed = memory.allocate(2 * BLOCK_BYTES, "w13")
     whole, found = Span(0, 2 * BLOCK_BYTES), []
 
-    def build(rank: RankState) -> None:
+    def build(hooks: LoadingHooks) -> None:
         memory.populate(managed, [whole])
         found.append(memory.location(managed, whole))
 
@@ -73,8 +82,7 @@ def test_pages_are_populated_before_an_experts_weight_is_written(monkeypatch: py
     first, second = (memory.allocate(BLOCK_BYTES, name) for name in ("w13", "w2"))
     whole = Span(0, BLOCK_BYTES)
 
-    def build(rank: RankState) -> None:
-        hooks = LoadingHooks(rank)
+    def build(hooks: LoadingHooks) -> None:
         for managed in (first, second):
             memory.populate(managed, [whole])
         for param in (torch.zeros(4), memory.tensor(second)[64:128]):
@@ -96,12 +104,48 @@ def test_a_loader_that_fills_a_built_model_as_a_whole_finds_its_pages(
         memory.populate(managed, [Span(0, BLOCK_BYTES)])
         return torch.nn.Linear(1, 1)
 
-    def model(rank: RankState) -> None:
-        LoadingHooks(rank).around_build(build, None, LoadConfig(load_format=load_format))
+    def model(hooks: LoadingHooks) -> None:
+        hooks.around_build(build, None, LoadConfig(load_format=load_format))
         found.append(memory.location(managed, Span(0, BLOCK_BYTES)))
 
     load(monkeypatch, memory, model, lambda: None)
     assert found == [left]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_what_a_model_writes_while_it_is_built_is_there_once_its_tensors_are_in_their_pool(
+    monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """A loader may build and read in one call, or in two, of which the first one is watched."""
+    module: Any = torch.nn.Module()
+
+    def build(hooks: LoadingHooks) -> torch.nn.Module:
+        into = hooks.rank.layer_hooks._into
+        assert into is not None
+        manager, model = into
+        experts = model.add_layer(manager.memory, LayerShard(0, 4))
+        with AllocationMode(4, experts.allocate, experts.write):
+            module.w13, module.w2 = (torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8) for _ in range(2))
+        experts.sync_tensors(module)
+        torch.neg(torch.ones(BLOCK_BYTES, dtype=torch.uint8), out=module.w13[2])
+        return module
+
+    def both(hooks: LoadingHooks) -> None:
+        if calls == 1:
+            build(hooks)
+        else:
+            hooks.around_build(lambda *_: build(hooks), None, LoadConfig())
+
+    def place(model: ModelExperts) -> None:
+        (experts,) = model.layers
+        assert [tensor.written for tensor in experts.tensors] == ([True, False] if calls == 2 else [True, True])
+        experts.join_pool(partial(model.pool_for, experts))
+        experts.place(lambda layout: layout.holding(np.arange(4) < 1), num_slots=2)
+        assert experts.pool is not None
+
+    load(monkeypatch, SimulatedDriver(), both, place=place)
+    assert module.w13[:, -1].tolist() == [0, 0, 255, 0]
+    assert not module.w2.any()
 
 
 @contextmanager
@@ -135,7 +179,7 @@ def test_a_load_that_fails_shows_its_own_error(monkeypatch: pytest.MonkeyPatch) 
     memory = SimulatedDriver()
     managed = memory.allocate(BLOCK_BYTES, "w13")
 
-    def build(rank: RankState) -> None:
+    def build(hooks: LoadingHooks) -> None:
         memory.populate(managed, [Span(0, BLOCK_BYTES)])
         raise KeyError("w13_weight")
 

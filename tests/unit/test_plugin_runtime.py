@@ -105,7 +105,7 @@ def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(le
     rank = RankState(served_config(num_resident=1, slots=2))
     rank.backend = Emulated()
     rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: None, end_step=lambda model: None)
-    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends: begun.append(ends))
+    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends, streams: begun.append(ends))
     runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
     rids = ["a", "b", "c"][: len(lengths or "abc")]
     shared = gathered([Local(ForwardMode.EXTEND, 9), *others], 0) if others else {}
@@ -142,16 +142,36 @@ def test_a_step_that_a_graph_of_drafts_replays_counts_the_rows_before_the_paddin
     assert steps == [("draft", rows, Phase.DECODE), "ran", "draft"]
 
 
-def test_long_prompts_fill_slots_and_stream_from_them(monkeypatch):
+@pytest.mark.parametrize(("tokens", "streams"), [(7, False), (8, True)])
+def test_slots_are_told_of_a_step_that_streams_before_it_brings_anything(tokens, streams):
+    calls = []
+    rank = RankState(served_config(num_resident=1, slots=2))
+    rank.backend = Emulated()
+    rank.manager = SimpleNamespace(
+        begin_step=lambda *args, streams: calls.append(("manager", streams)), end_step=lambda model: calls.append("end")
+    )
+    rank.slots = SimpleNamespace(begin_step=lambda *args, streams: calls.append(("slots", streams)))
+    rank.layer_hooks.streamer = SimpleNamespace(
+        streams=lambda tokens: tokens >= 8,
+        begin_step=lambda: calls.append("brings"),
+        end_step=lambda: calls.append("brought"),
+    )
+    runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
+    batch = batch_of(ForwardMode.EXTEND, tokens, 1, extend_seq_lens_cpu=[tokens], rids=["a"])
+    step_hooks.StepHooks(rank).around_forward(lambda runner, batch: calls.append("ran"), runner, batch)
+    around = (["brings"], ["brought"]) if streams else ([], [])
+    assert calls == [("manager", streams), ("slots", streams), *around[0], "ran", *around[1], "end"]
+
+
+def test_the_code_that_computes_a_layer_finds_its_slots(monkeypatch):
     hooks = []
     scheduler_hooks.install(served_config(num_resident=1, slots=2), lambda target, hook, kind: hooks.append(hook))
     loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
     rank = loading.rank
     rank.backend = Emulated()
-    slots = SimpleNamespace(at=lambda address: None, slot_of=lambda row: None)
+    slots = SimpleNamespace(at=lambda address: None)
     monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
     loading._begin_slots(None)
     assert rank.slots is rank.layer_hooks.slots is slots
-    streamer = rank.layer_hooks.streamer = SimpleNamespace()
-    loading._begin_slots(None)
-    assert streamer.slot_of is slots.slot_of
+    assert rank.seams
+    assert all(seam.find is slots.at for seam in rank.seams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class Layer:
         self.device = Device()
         self.w1, self.w2, self.scale = weight(), weight(), torch.zeros(ROWS, 3)[:E]
         rows = [Rows(tensor.data_ptr(), tensor.stride(0) * 4) for tensor in (self.w1, self.w2, self.scale)]
-        self.slots = LayerSlots(index, SlotLayer(rows, E, ROWS - E), self.device)  # type: ignore[arg-type]
+        experts: Any = SimpleNamespace(index=index, pool=SimpleNamespace(num_rows=ROWS))
+        self.slots = LayerSlots(experts, SlotLayer(rows, E, 0, E), self.device)  # type: ignore[arg-type]
 
     @property
     def resolved(self) -> list[tuple[Any, ...]]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from builders import deep_gemm, marlin
 from builders.configs import served_config
+from builders.managers import slots_on_cpu
 from sglang.srt.environ import envs
 from sglang.srt.layers.deep_gemm_wrapper import compile_utils
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
@@ -28,18 +28,14 @@ from sglang.srt.runtime_context import override_platform
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
-from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slots import runners
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
-from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 
@@ -76,15 +72,12 @@ class Bench:
         self.experts = self._loaded()
         held = {name.replace("_weight_scale_inv", "_scale"): each.data for name, each in self.layer.named_parameters()}
         self.tensors = {name: held[name] for name in NAMES if name in held}
-        served = SlotLayer([Rows(*each) for each in self.experts.slot_rows()], E, S)
-        self.counters = CpuRoutingCounters(1, E)
-        self.device = CpuSlots(self.counters, [served])
-        self.device.set_share(np.full((1, E), WHOLE, dtype=np.uint8))
-        self.slots = LayerSlots(0, served, self.device)
+        self.counters, self.device, self.slots = slots_on_cpu(self.experts)
         self.seam.find = dict.fromkeys(self.slots.row_bytes, self.slots).get
+        self.first = self.slots.first_slot
         for tensor in self.tensors.values():
             for slot in range(S):
-                marlin.poison(marlin.row(tensor, E + slot))
+                marlin.poison(marlin.row(tensor, self.first + slot))
 
     def _loaded(self) -> ExpertLayer:
         hooks = LayerHooks({})
@@ -92,7 +85,7 @@ class Bench:
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
         random = torch.Generator().manual_seed(1)
-        with hooks.taking_over(manager, model := manager.begin_model(False, S)), override_platform(is_sm90=True):
+        with hooks.taking_over(manager, model := manager.begin_model(False)), override_platform(is_sm90=True):
             hooks._shadow(method)
             method.create_moe_runner(layer, layer.moe_runner_config)
             method.create_weights(layer, E, HIDDEN, INTERMEDIATE, torch.bfloat16, weight_loader=None)
@@ -100,6 +93,7 @@ class Bench:
             for name, each in layer.named_parameters():
                 each.data.copy_((torch.rand if "scale" in name else torch.randn)(each.shape, generator=random))
             method.process_weights_after_loading(layer)
+        model.place_slots()
         return layer.__dict__[_EXPERTS][0]
 
     def run(self, ids: torch.Tensor, decode: bool = True) -> torch.Tensor:
@@ -178,7 +172,7 @@ def test_experts_are_computed_from_their_copies(bench, fp8):
     it = bench(fp8)
     it.layer.quant_method = it.method
     with override_platform(is_sm90=True):
-        assert (it.experts.slots_missing, no_slots_in(it.layer)) == (None, None)
+        assert (it.experts.without_pool, no_slots_in(it.layer)) == (None, None)
     expected = {name: it.without_slots(ids) for name, ids in BATCHES.items()}
     assert all(out.isfinite().all() and out.abs().max() > 0 for out in expected.values())
     it.fill(1, 2, 3)
@@ -192,7 +186,7 @@ def test_a_missed_expert_is_read_in_place_beside_copies(bench):
     expected = it.without_slots(ids)
     it.fill(1, 3)
     assert torch.equal(it.run(ids, decode=False), expected)
-    assert it.rows == {0, 2, E, E + 1}
+    assert it.rows == {0, 2, it.first, it.first + 1}
 
 
 def test_padding_reads_a_slot_and_no_expert(bench):
@@ -202,8 +196,8 @@ def test_padding_reads_a_slot_and_no_expert(bench):
     first_of_blocks = it.kernels.gemms[0][2][:: deep_gemm.ALIGNMENT].tolist()
     assert first_of_blocks == [1, 2, -1, -1], "SGLang pads"
     assert torch.equal(it.run(ids), expected)
-    assert it.kernels.gemms[0][2][:: deep_gemm.ALIGNMENT].tolist() == [E, E + 1, E, E]
-    assert min(it.rows) >= E
+    assert it.kernels.gemms[0][2][:: deep_gemm.ALIGNMENT].tolist() == [it.first, it.first + 1, it.first, it.first]
+    assert min(it.rows) >= it.first
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,7 +211,7 @@ def test_a_layer_stays_where_any_tensor_is_not_its_own(bench, caplog, name):
         assert all(len(tensor) == E for _, right, _ in it.kernels.gemms for tensor in right)
     assert caplog.text.count(f"{name} {tuple(strange.shape)} is not one of the layer's tensors") == (name != "w13_weight")
     it.run(ids)
-    assert max(it.rows) >= E
+    assert max(it.rows) >= it.first
 
 
 def test_the_masked_layout_is_computed_in_place(bench):
@@ -244,11 +238,36 @@ def test_kernels_for_experts_with_and_without_slots_are_compiled_at_the_first_ca
     monkeypatch.setattr(compile_utils, "_maybe_compile_deep_gemm_one_type_all", compiled)
     it.run(ids_of(1))
     shapes = [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
-    assert {*it.kernels.compiled} == {(*shape, groups) for shape in shapes for groups in (E, E + S)}
+    assert {*it.kernels.compiled} == {(*shape, groups) for shape in shapes for groups in (E, it.first + S)}
     before = {*it.kernels.compiled}
     it.without_slots(ids_of(150))
     assert {*it.kernels.compiled} == before
     assert kinds == {f"GROUPED_GEMM_NT_{'F8F8BF16' if fp8 else 'BF16'}_CONTIG"}
+
+
+def test_kernels_for_all_rows_warm_up_with_the_layers_own(bench, monkeypatch):
+    """SGLang's warm-up allocates weights of as many experts, which would be those of all layers."""
+    it, made, needed = bench(True), [], []
+
+    def create(kind: Any, num_groups: int, **sizes: int) -> Any:
+        made.append(SimpleNamespace(groups=num_groups, lhs_q="tokens", rhs_q="weights", rhs_s="scales"))
+        return made[-1]
+
+    def warm_up(kind: Any, n: int, k: int, groups: int) -> None:
+        sizes = {"max_m": 1, "n": n, "k": k, "num_groups": groups}
+        needed.append(executor.get_memory_requirement(kind, **sizes))
+        executor.create(kind, **sizes)
+
+    executor = compile_utils._BaseWarmupExecutor
+    monkeypatch.setattr(executor, "create", staticmethod(create))
+    monkeypatch.setattr(compile_utils, "_maybe_compile_deep_gemm_one_type_all", warm_up)
+    it.run(ids_of(1))
+    assert executor.create is create, "SGLang's own warm-ups stay as they are"
+    alone, rows = made[:2]
+    assert (alone.groups, alone.rhs_q, rows.groups, rows.lhs_q) == (E, "weights", 1, "tokens")
+    assert needed[1] < needed[0]
+    assert len(rows.rhs_q) == len(rows.rhs_s) == it.first + S
+    assert rows.rhs_q.data_ptr() == it.tensors["w13_weight"].data_ptr()
 
 
 def test_the_runner_is_hooked_where_sglang_has_it():

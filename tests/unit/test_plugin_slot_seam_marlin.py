@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from builders import marlin
 from builders.configs import served_config
+from builders.managers import slots_on_cpu
 from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
@@ -33,9 +33,7 @@ from sglang.srt.runtime_context import override_platform
 from simulated_driver import SimulatedDriver
 
 from sglang_uvm_offload.cpu.counters import CpuRoutingCounters
-from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.experts.layer import ExpertLayer
-from sglang_uvm_offload.memory.slots import Rows, SlotLayer
 from sglang_uvm_offload.plugin.rank import loading_hooks, scheduler_hooks
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
@@ -45,11 +43,9 @@ from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
-from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
 
@@ -157,11 +153,7 @@ class Bench:
         self.layer = Layer()
         self.method = self.format.method(self.layer)
         self.experts = self._loaded()
-        served = SlotLayer([Rows(*each) for each in self.experts.slot_rows()], E, S)
-        self.counters = CpuRoutingCounters(1, E)
-        self.device = CpuSlots(self.counters, [served])
-        self.device.set_share(np.full((1, E), WHOLE, dtype=np.uint8))
-        self.slots = LayerSlots(0, served, self.device)
+        self.counters, self.device, self.slots = slots_on_cpu(self.experts)
         self.seam.find = dict.fromkeys(self.slots.row_bytes, self.slots).get
 
     def _gemm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -176,7 +168,7 @@ class Bench:
         config = served_config(num_resident=1, slots=S)
         manager = OffloadManager(config, SimulatedDriver(), CpuRoutingCounters, lambda decide: decide(), progress=lambda: False)
         layer, method = self.layer, self.method
-        with hooks.taking_over(manager, model := manager.begin_model(False, S)), override_platform(is_sm90=True):
+        with hooks.taking_over(manager, model := manager.begin_model(False)), override_platform(is_sm90=True):
             hooks._shadow(method)
             method.create_moe_runner(layer, SETTINGS)
             more = {"with_bias": True} if self.format.method is of_mxfp4 else {"weight_loader": None}
@@ -184,6 +176,7 @@ class Bench:
             manager.place_model(model, InitialPlacement(config, None))
             load(layer)
             method.process_weights_after_loading(layer)
+        model.place_slots()
         return layer.__dict__[_EXPERTS][0]
 
     def run(self, ids: torch.Tensor, decode: bool = True) -> torch.Tensor:
@@ -280,7 +273,7 @@ BY_FORMAT = [pytest.param(kind, marks=pytest.mark.works("Format", ROWS[kind])) f
 def test_experts_are_computed_from_their_copies(bench, kind):
     it = bench(kind)
     it.layer.quant_method = it.method
-    assert (it.experts.slots_missing, no_slots_in(it.layer)) == (None, None)
+    assert (it.experts.without_pool, no_slots_in(it.layer)) == (None, None)
     expected = {name: it.without_slots(ids) for name, ids in BATCHES.items()}
     assert all(out.isfinite().all() and out.abs().max() > 0 for out in expected.values())
     assert {name.split()[0] for name in it.indexed()} == set(it.format.indexed.split())
@@ -298,7 +291,8 @@ def test_a_missed_expert_is_read_in_place_beside_copies(bench):
     it.fill(1, 3)
     assert torch.equal(it.run(ids, decode=False), expected)
     rows = set(it.gemms[0][11].tolist())
-    assert rows >= {0, 2, E, E + 1}
+    first = it.slots.first_slot
+    assert rows >= {0, 2, first, first + 1}
     assert not rows & {1, 3}
 
 

@@ -160,7 +160,9 @@ LARGEST = 8 * BLOCK_BYTES
 
 def made(among: list[ExpertLayer] | None = None, count: int = 2, **flags: Any) -> Any:
     decided = replace(config(**{"stream_tokens": 1024, **flags}), stream_buffers=count)
-    return make_streamer(decided, Emulated(), EmulatedMemory(), layers() if among is None else among, lambda row, nbytes: None)
+    return make_streamer(
+        decided, Emulated(), EmulatedMemory(), layers() if among is None else among, None, lambda row, nbytes: None
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2])

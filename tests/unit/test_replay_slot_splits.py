@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders.law import Law
 from builders.profiles import MODEL, some
 from builders.profiles import saved as saved_profile
 from builders.traces import trace
@@ -51,12 +52,18 @@ def test_a_miss_crosses_the_link_once_and_residents_never_do(slots):
     for _ in range(200):
         activated, before = rng.random((3, 8)) < 0.3, cache.resident
         served = cache.step(activated)
-        assert np.array_equal(served.hit, activated & before)
-        assert np.array_equal(served.read | served.moved, activated & ~before)
-        assert not (served.read & served.moved).any()
-        assert np.array_equal(served.moved, cache.resident & ~before)
+        assert np.array_equal(served.hit.astype(int) + served.read + served.moved, activated), "one of them"
+        assert (served.hit <= activated & before).all()
+        assert (activated & fixed <= served.hit).all()
+        assert (cache.resident & ~before <= served.moved).all()
         assert (cache.resident | ~fixed).all()
-        assert ((cache.resident & ~fixed).sum(axis=1) <= slots).all()
+        assert (cache.resident & ~fixed).sum() <= slots * 3
+
+
+def test_a_layer_may_take_the_rows_of_another():
+    cache = SlotCache((2, 6), 2, np.zeros((2, 6), dtype=bool))
+    for expected in ([], [0, 2, 4, 5]):
+        assert np.flatnonzero(cache.step(np.array([of(0, 2, 4, 5)[0], of()[0]])).hit[0]).tolist() == expected
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +176,15 @@ def test_what_cannot_take_a_split_is_one_line_before_anything_is_replayed(
     assert line.startswith(f"cannot replay {saved}: --into {path}: ")
     assert problem in line
     assert before is None or path.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("experts", "top_k", "skew"), [(32, 4, 0.3), (32, 4, 0.6), (128, 8, 0.3)])
+def test_slots_alone_miss_little_more_than_the_best_split_does(experts, top_k, skew):
+    """So ``auto`` makes all of the VRAM slots (``residency/slot_split``)."""
+    routed = Law(experts, top_k, skew, domains=3).trace(layers=4, requests=20, tokens=100, seed=3)
+    alone = best = 0.0
+    for residency in (0.25, 0.5, 0.78):
+        missed = {split.slot_share: 1 - split.hit_rate for split in slot_splits(routed, residency)}
+        alone, best = alone + missed[1.0], best + min(missed.values())
+    assert alone <= 1.02 * best

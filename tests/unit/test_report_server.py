@@ -103,7 +103,7 @@ def test_link_time_is_at_the_measured_rate_or_an_assumed_one():
 
 
 def test_slots_a_profile_and_a_trace_are_among_the_facts():
-    slots = {"a_layer": 5, "nbytes": 1, "missing": None, "hits": 6, "fills": 3, "bypasses": 1, "filled_bytes": 9, "kept": 7}
+    slots = {"a_layer": 5, "nbytes": 1, "missing": None, "hits": 6, "fills": 3, "bypasses": 1, "filled_bytes": 9, "brought": 7}
     profile = {"hit_rate": 0.333, "best": 0.95, "tokens": 40, "kept": False}
     trace = {"path": "/d/<b>t.npz", "tokens": 400, "requests": 3, "dropped_steps": 2, "stopped": False}
     status = Rank(config()).status() | {"slots": slots, "profile": profile, "trace": trace}
@@ -112,10 +112,11 @@ def test_slots_a_profile_and_a_trace_are_among_the_facts():
     tokens = "hit rate 33.3 % over the first 40 live tokens; the best residents for these tokens would have reached 95.0 %"
     recorded = "/d/<b>t.npz: 400 tokens of 3 requests, 2 steps not recorded"
     said = page(status)
-    assert f"slots {served}; prompts that streamed left 7 experts in slots profile {tokens}" in said
+    assert f"slots {served}; 7 experts came into slots ahead of prompts profile {tokens}" in said
     assert f"{tokens}: residents were chosen again trace {recorded} Totals" in said
-    for part, changes in (("slots", {"kept": 0, "missing": "bias"}), ("profile", {"kept": True}), ("trace", {"stopped": True})):
-        status[part] |= changes
+    status["slots"] |= {"brought": 0, "missing": "bias"}
+    status["profile"] |= {"kept": True}
+    status["trace"] |= {"stopped": True}
     said = page(status, status | {"profile": profile | {"hit_rate": 0.7}}, dp_size=2)
     assert f"slots, DP rank 0 {served}; bias has no rows for them" in said
     assert "95.0 %: residents kept trace, DP rank 0" in said

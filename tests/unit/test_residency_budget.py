@@ -22,14 +22,12 @@ from sglang_uvm_offload.residency.slot_split import Slots
 
 MIB, GIB = 1 << 20, 1 << 30
 PLACES = 64
-EDGE = 2 * MIB
 
 
 def sizes(expert: int = 100 * MIB) -> ExpertSizes:
-    """An expert of every layer takes ``expert`` bytes, a slot as much; with slots a block of the last expert is resident."""
+    """An expert of every layer takes ``expert`` bytes, a slot as much."""
     of = [expert * n for n in range(PLACES + 1)]
-    beside = [max(nbytes, EDGE) if n == PLACES else nbytes + EDGE for n, nbytes in enumerate(of)]
-    return ExpertSizes(of, beside, of, of[::-1])
+    return ExpertSizes(of, of, of[::-1])
 
 
 def rank(room: int = 0, cache: int = 4 * GIB, **fields: Any) -> RankBudget:
@@ -72,7 +70,7 @@ def test_where_no_step_streams_no_buffer_takes_room():
 
 
 def test_no_room_is_kept_for_slots_from_which_no_layer_of_any_rank_computes():
-    room, without = rank(24 * 100 * MIB + EDGE), {"computes_from_slots": False}
+    room, without = rank(24 * 100 * MIB), {"computes_from_slots": False}
     assert divide(asked(slots=None, streams=False), [room]).slots > 0
     none = msgspec.structs.replace(room, **without)
     assert divide(asked(slots=None, streams=False), [none, none]) == Division(24, 0, 0)
@@ -85,7 +83,7 @@ def test_the_rank_with_least_room_decides_for_all():
 
 
 def test_a_stage_without_experts_decides_nothing():
-    nothing = ExpertSizes(*[[0] * (PLACES + 1)] * 4)
+    nothing = ExpertSizes(*[[0] * (PLACES + 1)] * 3)
     dense = rank(0, experts=nothing, buffer=0)
     assert divide(asked(), [rank(24 * 100 * MIB), dense]) == Division(20, 0, 2)
 
@@ -138,22 +136,22 @@ def test_one_memory_holds_an_expert_wherever_it_is():
 
 
 def test_auto_slots_take_their_share_of_the_rows():
-    """Half of them, with 64 experts a layer."""
-    found = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB + EDGE)])
-    assert (found.num_resident, found.slots) == (10, 10)
-    less = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB)])
-    assert less.num_resident + less.slots == 19, "the block that slots share with the last expert is in VRAM too"
+    """All of them, with 64 experts a layer."""
+    found = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB)])
+    assert (found.num_resident, found.slots) == (0, 20)
+    less = divide(asked(slots=None, streams=False), [rank(20 * 100 * MIB - 1)])
+    assert less.num_resident + less.slots == 19
 
 
 def test_auto_takes_a_number_of_slots_off_what_fits():
-    found = divide(asked(slots=4, streams=False), [rank(20 * 100 * MIB + EDGE)])
+    found = divide(asked(slots=4, streams=False), [rank(20 * 100 * MIB)])
     assert (found.num_resident, found.slots) == (16, 4)
-    problem = refusal(asked(slots=30, streams=False), rank(20 * 100 * MIB + EDGE))
+    problem = refusal(asked(slots=30, streams=False), rank(20 * 100 * MIB))
     assert problem == "--expert-offload-slots 30: 20 rows a layer fit in VRAM; give at most as many, or auto"
 
 
 def test_auto_slots_become_residents_where_host_ram_holds_no_more():
-    room = rank(20 * 100 * MIB + EDGE, host=HostNeed(4900 * MIB).total)
+    room = rank(20 * 100 * MIB, host=HostNeed(4900 * MIB).total)
     found = divide(asked(slots=None, streams=False), [room])
     assert (found.num_resident, found.slots) == (15, 5)
 

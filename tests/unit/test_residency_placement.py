@@ -65,14 +65,3 @@ def test_the_blocks_of_a_fused_shared_expert_are_not_in_the_room_of_a_profile():
     hot = InitialPlacement(config(num_resident=2), profile_of([[6, 7]] * 3))
     found = chosen(hot, LayerShard(1, E + 1, 1), layout)
     assert np.flatnonzero(found).tolist() == [9, 10, 11], "6 and 7; the shared expert's two blocks come on top"
-
-
-def test_the_edge_of_slots_is_not_in_the_room_of_a_profile():
-    """Experts of one and a quarter blocks; the last one ends in a block that a slot begins in."""
-    layout = ExpertLayout(E - 1, 5 * BLOCK_BYTES // 4, num_slots=2)
-    edge = np.flatnonzero(layout.edge)
-    assert edge.size == 1
-    hot = InitialPlacement(config(num_resident=2), profile_of([[6]] * 3))
-    found = chosen(hot, LayerShard(1, E - 1), layout)
-    assert not found[edge].any(), "it is there already"
-    assert layout.taken_by(found | layout.edge) == layout.budget(2)

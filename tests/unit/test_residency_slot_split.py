@@ -12,7 +12,7 @@ MEASURED = Slots(None, {0.25: 1.0, 0.5: 0.25})
 
 def test_auto_takes_its_share_of_the_rows_by_the_number_of_experts():
     assert AUTO.of(100, 256) == int(100 * FINE_SHARE)
-    assert AUTO.of(100, FINE_EXPERTS) == int(100 * FINE_SHARE)
+    assert AUTO.of(20, FINE_EXPERTS) == int(20 * FINE_SHARE)
     assert AUTO.of(20, FINE_EXPERTS - 1) == int(20 * COARSE_SHARE)
 
 
@@ -31,7 +31,12 @@ def test_a_number_is_as_given_and_nothing_makes_slots_where_all_experts_are_resi
     assert [NO_SLOTS.of(rows, 256) for rows in (0, 100, 255)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("slots", [AUTO, Slots(30)])
+def test_auto_leaves_residents_for_experts_that_flags_name():
+    named = Slots(None, {}, least_residents=12)
+    assert [named.of(rows, 256) for rows in (0, 8, 12, 40)] == [0, 0, 0, 28]
+
+
+@pytest.mark.parametrize("slots", [AUTO, Slots(30), Slots(None, {}, 12)])
 def test_more_rows_never_mean_fewer_slots_or_residents(slots):
     found = [slots.of(rows, 256) for rows in range(256)]
     assert found == sorted(found)

@@ -271,7 +271,7 @@ def test_what_is_counted_of_a_server() -> None:
     state["history"] = {"steps": [0, 7]}
     found = {"steps": 7, "read_bytes": 75, "routed": 64, "routed_resident": 30.5, "moves": 3, "moved_bytes": 9}
     assert serve_run.counted(SimpleNamespace(offload=lambda: state)) == found  # type: ignore[arg-type]
-    state["slots"] = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "kept": 4}
+    state["slots"] = {"filled_bytes": 200, "hits": 1, "fills": 2, "bypasses": 3, "brought": 4}
     found |= {"read_bytes": 275, "slot_hits": 1, "slot_fills": 2, "slot_bypasses": 3}
     assert serve_run.counted(SimpleNamespace(offload=lambda: state)) == found  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""What a step that streams does at each layer: which bytes it computes from, and that the layer is its own again afterwards."""
+"""What a step that streams through buffers does at each layer: which bytes it computes from, and that the layer is its own
+again afterwards."""
 
 from __future__ import annotations
 
@@ -56,15 +57,15 @@ class StrictStaging(CpuStaging):
         for buffer in self.buffers:
             buffer.fill_(POISON)
 
-    def copy(self, buffer, parts, slots=None, in_vram=()):
+    def copy(self, buffer, parts, in_vram=()):
         assert not self.capturing
         assert buffer not in self.read
         assert [mask.tolist() for mask in in_vram] == [self.places(part) for part in parts]
         self.buffers[buffer].fill_(POISON)
         if self.fails:
             raise ManagedMemoryError("cudaLaunchKernel", "w13", Span(0, 1), "no more")
-        super().copy(buffer, parts, slots)
-        self.calls.append(("copy", parts[0][0].name[-1], buffer))
+        super().copy(buffer, parts)
+        self.calls.append(("copy", parts[0].managed.name[-1], buffer))
 
     def places(self, part):
         """Of each block whether it is in VRAM."""
@@ -102,7 +103,10 @@ class Model:
         self.write(1)
         self.staging = StrictStaging(self.memory, max(map(buffer_bytes, self.layers)), buffers)
         self.copied = []
-        self.streamer = Streamer(self.layers, self.staging, min_tokens, lambda row, nbytes: self.copied.append((row, nbytes)))
+        self.streamer = self.streaming(min_tokens)
+
+    def streaming(self, min_tokens):
+        return Streamer(self.layers, self.staging, None, min_tokens, lambda row, nbytes: self.copied.append((row, nbytes)))
 
     def write(self, version):
         for index in range(LAYERS):
@@ -382,6 +386,6 @@ def test_nothing_keeps_replaced_tensors_alive():
 def test_a_layer_larger_than_the_buffers_reads_in_place():
     model = Model()
     model.staging.buffers = [buffer[: buffer.numel() // 2] for buffer in model.staging.buffers]
-    model.streamer = Streamer(model.layers, model.staging, 8, lambda row, nbytes: model.copied.append((row, nbytes)))
+    model.streamer = model.streaming(8)
     assert [streamed for _, _, streamed in model.step()] == [False] * LAYERS
     assert model.copied == []

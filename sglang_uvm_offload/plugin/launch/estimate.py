@@ -37,9 +37,9 @@ from sglang_uvm_offload.plugin.launch.ranks import (
     ranks,
     rates,
 )
+from sglang_uvm_offload.plugin.launch.slots_asked import slots_asked
 from sglang_uvm_offload.residency.budget import divide
 from sglang_uvm_offload.residency.demand import Demand
-from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")
@@ -75,8 +75,8 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         return Estimate(facts, [f"estimated: {line}" for line in (*plan.problems, *needs)])
     notes = [note for note in plan.notes if note != plan.draft_note]
     offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
-    stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones use stream buffers"
-    facts = [_fact(plan, demand), *([stream] if plan.stream_buffers else []), *notes]
+    stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones stream"
+    facts = [_fact(plan, demand), *([stream] if plan.stream_buffers or plan.streams_into_slots else []), *notes]
     return Estimate(facts, [plan.draft_note] if plan.draft_note else [], offloaded)
 
 
@@ -148,7 +148,7 @@ def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Dem
     return Case(
         *(shape, with_measured_link(machine, measured_link(cfg)) if all(rates()) else machine, workload, parallel, reserve),
         assumed,
-        slots=Slots(config.slots, profile.slot_shares if profile is not None else {}),
+        slots=slots_asked(config, config.slots, profile),
         tables_in=tables_in(cfg, model, config.tables_in_host),
     )
 

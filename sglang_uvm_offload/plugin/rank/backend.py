@@ -37,9 +37,10 @@ class Emulated:
     def counters(self, num_layers: int, num_experts: int) -> RoutingCounters:
         return CpuRoutingCounters(num_layers, num_experts)
 
-    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None]) -> ExpertSlots:
+    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]) -> ExpertSlots:
+        """``slots``: how many each pool of the layers has."""
         assert isinstance(counters, CpuRoutingCounters)
-        return CpuSlots(counters, layers)
+        return CpuSlots(counters, layers, slots)
 
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """``count`` stream buffers of ``nbytes``."""
@@ -79,12 +80,12 @@ class Cuda(Emulated):
 
         return CudaRoutingCounters(num_layers, num_experts)
 
-    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None]) -> ExpertSlots:
+    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]) -> ExpertSlots:
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         from sglang_uvm_offload.cuda.slots import CudaSlots
 
         assert isinstance(counters, CudaRoutingCounters)
-        return CudaSlots(counters, layers)
+        return CudaSlots(counters, layers, slots)
 
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """Raises ``torch.OutOfMemoryError``."""

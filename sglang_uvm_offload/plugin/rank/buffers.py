@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -28,11 +29,18 @@ def make_streamer(
     backend: Emulated,
     memory: Memory,
     layers: list[ExpertLayer],
+    slots: ModelSlots | None,
     on_copy: Callable[[int, int], None],
 ) -> Streamer | None:
     """The streamer, or None if nothing streams. Raises ``FlagError`` if its buffers cannot be allocated."""
-    nbytes, count = max(map(buffer_bytes, layers), default=0), config.stream_buffers
-    if not nbytes or not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
+    if not config.streams or not (config.residents_change or any(layer.offloaded_bytes for layer in layers)):
+        return None
+    room = [slots is not None and slots.has_room(index) for index in range(len(layers))]
+    nbytes = max((buffer_bytes(layer) for layer, in_slots in zip(layers, room, strict=True) if not in_slots), default=0)
+    count = config.stream_buffers if nbytes else 0
+    if any(room) and not count:
+        return Streamer(layers, None, slots, config.stream_tokens, on_copy)
+    if not nbytes:
         return None
     if not count:
         logger.warning(
@@ -46,7 +54,7 @@ def make_streamer(
     except torch.OutOfMemoryError as full:
         flag = flag_name("stream_buffer_gb")
         raise FlagError([f"{flag}: {count} buffers of {size(nbytes)} could not be allocated: {full}"]) from full
-    return Streamer(layers, staging, config.stream_tokens, on_copy)
+    return Streamer(layers, staging, slots, config.stream_tokens, on_copy)
 
 
 def stream_status(streamer: Streamer | None) -> StreamStatus | None:
@@ -60,7 +68,7 @@ def make_slots(model: ModelExperts, backend: Emulated) -> ModelSlots | None:
     counters = model.counters
     if counters is None or not any(layer.num_slots for layer in model.layers):
         return None
-    slots = ModelSlots(model.layers, lambda layers: backend.slots(counters, layers), lambda layer: _without(layer, backend))
+    slots = ModelSlots(model.layers, functools.partial(backend.slots, counters), lambda layer: _without(layer, backend))
     for reason in sorted({reason for reason in slots.reasons if reason is not None}):
         ids = [layer.layer_id for layer, why in zip(model.layers, slots.reasons, strict=True) if why == reason]
         logger.warning(

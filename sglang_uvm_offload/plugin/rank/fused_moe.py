@@ -18,6 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.experts.layer import ExpertLayer, ExpertsLost
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.compat import moe_runner_backend
@@ -88,6 +89,12 @@ class LayerHooks:
         finally:
             self._into = into
 
+    def storage_written(self, storage: torch.UntypedStorage) -> None:
+        """A model is being built, and something was written to the storage."""
+        if self._into is not None and storage.nbytes() >= PAGE_BYTES:
+            for experts in self._into[1].layers:
+                experts.storage_written(storage)
+
     def serves(self, layer: torch.nn.Module) -> bool:
         """Whether the layer's experts were taken over."""
         return _EXPERTS in layer.__dict__
@@ -132,6 +139,8 @@ class LayerHooks:
                 with self.timing(StartPhase.CONVERT):
                     with AllocationMode(experts.num_experts, experts.allocate, experts.write):
                         result = process_weights_after_loading(layer, *args, **kwargs)
+                    if not model.draft:
+                        experts.join_pool(partial(model.pool_for, experts))
                     experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:
                 if model.counters is not None:  # it is loaded
@@ -144,13 +153,12 @@ class LayerHooks:
 
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
             reading = self._enter(layer)
-            if reading is None:
-                self.observe(layer, dispatch_output, in_place=True)
+            self.observe(layer, dispatch_output, in_place=reading is None)
+            if not isinstance(reading, Reading):
                 return apply(layer, dispatch_output, *args, **kwargs)
             assert self.streamer is not None
             failed = True
             try:
-                self._keep(layer, self.observe(layer, dispatch_output, in_place=False), reading)
                 result = apply(layer, dispatch_output, *args, **kwargs)
                 failed = False
                 return result
@@ -177,16 +185,16 @@ class LayerHooks:
             self.top_k = max(self.top_k, layer.top_k - layer.num_fused_shared_experts)
         return experts
 
-    def _enter(self, layer: torch.nn.Module) -> Reading | None:
-        """Point the layer at a stream buffer, if this step streams."""
+    def _enter(self, layer: torch.nn.Module) -> Reading | str | None:
+        """As ``Streamer.enter``."""
         if self.streamer is None:
             return None
         _, model, index = layer.__dict__[_EXPERTS]
         return None if model.draft else self.streamer.enter(index)
 
     def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
-        """Count the routing of the layer's next computation, which reads its experts ``in_place`` or from a stream buffer, and
-        record it if a trace is on. Returns the routing; None if nothing is counted."""
+        """Count the routing of the layer's next computation, which reads its experts ``in_place`` or streams, and record it if
+        a trace is on. Returns the routing; None if nothing is counted."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return None
@@ -196,14 +204,6 @@ class LayerHooks:
         if self.recording is not None and not model.draft:
             self.recording.record(index, routing, layer.num_fused_shared_experts)
         return routing
-
-    def _keep(self, layer: Any, routing: LayerRouting | None, reading: Reading) -> None:
-        """Fill slots with the experts that decoding is likely to use next, from the stream buffer that the layer is about to
-        compute from."""
-        ids = None if routing is None else routing.local_ids
-        if self.slots is not None and ids is not None:
-            _, _, index = layer.__dict__[_EXPERTS]
-            self.slots.keep(index, ids, reading.replicas.addresses(reading.buffer))
 
     def _not_counted(self, form: str, draft: bool) -> None:
         """Refuse what ``built_runners`` did not find in the built model. A draft model's experts are all resident, counted or

@@ -11,6 +11,7 @@ from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.runtime_context import get_device, get_parallel, get_server_args
 
+from sglang_uvm_offload.experts.takeover import WatchWrites
 from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plan.moe_shape import stated_top_k
@@ -77,7 +78,8 @@ class LoadingHooks:
             with self.rank.layer_hooks.leaving_alone():
                 return original(model_config, load_config, *args, **kwargs)
         with self.rank.start.timing(StartPhase.BUILD):
-            result = original(model_config, load_config, *args, **kwargs)
+            with WatchWrites(self.rank.layer_hooks.storage_written):
+                result = original(model_config, load_config, *args, **kwargs)
             self._built(result)
         if load_config.load_format not in _WRITTEN_BY_WEIGHT:
             with self.rank.start.timing(StartPhase.PLACE):
@@ -94,7 +96,7 @@ class LoadingHooks:
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             manager, draft = self.rank.manager, runner.is_draft_worker
-            model = manager.begin_model(draft, self.rank.config.slots)
+            model = manager.begin_model(draft)
             runner.__dict__[MODEL] = model
             place = self._place_draft if draft else functools.partial(self._place_target, runner)
             self._on_build = functools.partial(place, model)
@@ -105,7 +107,10 @@ class LoadingHooks:
                 self.rank.layer_hooks.taking_over(manager, model),
             ):
                 result = original(runner, *args, **kwargs)
-                self._built(runner.model)  # with a loader that builds and reads in one call
+                if self._on_build is not None:  # of a loader that builds and reads in one call
+                    for layer in model.layers:
+                        layer.mark_written()
+                    self._built(runner.model)
                 for layer in model.layers:
                     layer.sync_tensors(*layer.holders)  # loaders may replace tensors after post-load processing
             placed = sum(layer.resident_bytes + layer.offloaded_bytes for layer in model.layers)
@@ -129,13 +134,13 @@ class LoadingHooks:
         self.rank.manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
         if model.draft:
             return
+        self._begin_slots(model)
         # A server that releases its weights then also releases the buffers, and gets them back at the same size.
-        manager, backend = self.rank.manager, self.rank.backend
+        manager, backend, config = self.rank.manager, self.rank.backend, self.rank.manager.placement.config
         with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
             self.rank.layer_hooks.streamer = make_streamer(
-                manager.placement.config, backend, manager.memory, model.layers, manager.ledger.add_streamed
+                config, backend, manager.memory, model.layers, self.rank.slots, manager.ledger.add_streamed
             )
-        self._begin_slots(model)
         if self.rank.recording is not None:
             self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
 
@@ -164,8 +169,6 @@ class LoadingHooks:
         if self.rank.slots is not None:
             for seam in self.rank.seams:
                 seam.find = self.rank.slots.at
-            if self.rank.layer_hooks.streamer is not None:
-                self.rank.layer_hooks.streamer.slot_of = self.rank.slots.slot_of
 
 
 def _layers(model: ModelExperts) -> list[Any]:

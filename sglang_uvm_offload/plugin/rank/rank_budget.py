@@ -30,13 +30,13 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.launch.draft_source import from_the_checkpoint
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
+from sglang_uvm_offload.plugin.launch.slots_asked import slots_asked
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget
 from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
-from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 
@@ -68,7 +68,7 @@ class RankBudgets:
         streams = functools.partial(self.stream_tokens, top_k=top_k)
         return Asked(
             num_resident=self._config.num_resident,
-            slots=Slots(slots, profile.slot_shares if profile is not None else {}),
+            slots=slots_asked(self._config, slots, profile),
             stream_gb=self._config.stream_gb,
             top_k=top_k,
             streams=lambda residents, slots: streams(residents, slots) <= longest_step(self._cfg, self._runner.model_config),
@@ -104,12 +104,14 @@ class RankBudgets:
     def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
         info, server_args = self._memory.info(), get_server_args()
         sizes = sizes_of(layers, self._num_places)
-        buffer = max(map(buffer_bytes, layers), default=0)
+        without = [layer for layer in layers if self._on_gpu and no_slots_in(layer.holders[0]) is not None]
+        buffer, beside = (max(map(buffer_bytes, some), default=0) for some in (layers, without))
         free, cache, of_requests, least = _NO_LIMIT, 0, 0, 0
         if self._on_gpu:
             free = self._free() - extra
             if held is not None:
-                free += sizes.in_vram(held.num_resident, held.slots) + held.buffers * buffer
+                free += sizes.in_vram(held.num_resident, held.slots)
+                free += held.buffers * (beside if sizes.streams_into(held.slots) else buffer)
                 free += sizes.offloaded[held.num_resident] if has_one_memory() else 0
             cache, of_requests, least = self._cache_bytes
         host_cache = hicache(self._cfg, server_args)
@@ -125,7 +127,8 @@ class RankBudgets:
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(host_cache.get("hicache_bytes", 0) or host_cache.get("hicache_ratio", 0) * cache),
-            computes_from_slots=not self._divides_slots or any(no_slots_in(layer.holders[0]) is None for layer in layers),
+            computes_from_slots=len(without) < len(layers),
+            buffer_beside_slots=beside,
             one_memory=self._on_gpu and has_one_memory(),
         )
 
@@ -146,11 +149,6 @@ class RankBudgets:
     @functools.cached_property
     def _demand(self) -> Demand:
         return demand_of(self._cfg, get_server_args(), self._runner.model_config)
-
-    @property
-    def _divides_slots(self) -> bool:
-        """Whether the number of slots depends on what the layers, whose kernels are SGLang's on a GPU, can do."""
-        return self._on_gpu and self._config.num_resident is None and self._config.slots is None
 
     @property
     def _groups(self) -> int:

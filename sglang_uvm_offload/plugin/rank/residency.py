@@ -78,7 +78,8 @@ class Residency:
             stream_tokens=self.stream_tokens,
             stream_buffers=division.buffers,
         )
-        return InitialPlacement(resolved, profile if config.resident_selection == "frequency" else None, self._built.first)
+        chosen_by = profile if config.resident_selection == "frequency" else None
+        return InitialPlacement(resolved, chosen_by, self._built.first, self._asked.converts)
 
     def make_room(self, draft: ModelExperts) -> None:
         """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
@@ -143,7 +144,7 @@ class Residency:
         division, asked = self._division, self._asked
         rank = max(ranks, key=lambda each: each.experts.in_vram(division.num_resident, division.slots))
         taken = size(rank.experts.in_vram(division.num_resident, division.slots))
-        stream = f", {size(division.buffers * rank.buffer)} of stream buffers" if division.buffers else ""
+        stream = f", {size(division.buffers * rank.buffer_with(division.slots))} of stream buffers" if division.buffers else ""
         slots = f", {division.slots} of them as slots ({_SLOTS})" if division.slots else ""
         return (
             f"{_N} {AUTO}: {division.num_resident + division.slots} of {self._built.num_places} experts a layer fit in VRAM"

@@ -30,7 +30,8 @@ class StepHooks:
             phase = Phase.PREFILL
         self.rank.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.rank.slots is not None and not model.draft:
-            self.rank.slots.begin_step(valid_rows, phase, () if phase is Phase.DECODE else self._prompt_ends(batch))
+            ends = () if phase is Phase.DECODE else self._prompt_ends(batch)
+            self.rank.slots.begin_step(valid_rows, phase, ends, streams=streamer is not None)
         try:
             if streamer is not None:
                 streamer.begin_step()

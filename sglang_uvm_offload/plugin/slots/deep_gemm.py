@@ -17,7 +17,8 @@ tried on an H200 (GPU_STATUS.md):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,36 +44,64 @@ class DeepGemmSlotSeam(Seam):
         """``rows``: SGLang's ``DeepGemmRunnerInput``. ``experts``: its ``DeepGemmMoeQuantInfo``."""
         slots = None if rows.use_masked_gemm else self.serving(experts.w13_weight, vars(experts))
         if slots is not None:
-            _compile_without_slots(experts)
-            _resolve(slots, state["topk_ids"], rows.m_indices, len(experts.w13_weight))
-            experts = dataclasses.replace(experts, **self._all_rows(slots, experts))
+            with_slots = dataclasses.replace(experts, **self._all_rows(slots, experts))
+            _compile(experts, with_slots)
+            _resolve(slots, state["topk_ids"], rows.m_indices)
+            experts = with_slots
         return original(core, rows, experts, state, **kwargs)
 
     def _all_rows(self, slots: LayerSlots, experts: Any) -> dict[str, torch.Tensor]:
         """The tensors of ``experts``, extended by the slot rows."""
         tensors = {name: getattr(experts, name) for name in self.by_expert}
-        return {
-            name: tensor.as_strided((slots.num_rows, *tensor.shape[1:]), tensor.stride())
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
+        return {name: slots.all_rows(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
-def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor, num_experts: int) -> None:
+def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor) -> None:
     """Rewrite ``indices``, int32 ``[rows]``: experts with a copy to the copy's row, and padding to the first slot."""
     slots.resolve(ids, indices, indices.new_full((1,), len(indices)), 1)
-    indices.masked_fill_(indices < 0, num_experts)
+    indices.masked_fill_(indices < 0, slots.first_slot)
 
 
-def _compile_without_slots(experts: Any) -> None:
-    """Compile the kernels for the experts without slots now. SGLang compiles kernels for a number of groups on the first call
-    with it, and warms up with experts and slots. A prefill that streams has only the experts, so it would compile while
-    serving."""
+def _compile(experts: Any, with_slots: Any) -> None:
+    """Compile the kernels for the experts alone, and for all rows, now. SGLang compiles kernels for a number of groups on the
+    first call with it. A prefill through buffers has only the experts, so it would compile while serving."""
     from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # queries the GPU on import, so imported late
 
     kinds = compile_utils.DeepGemmKernelType
     bf16 = experts.w13_weight.dtype == torch.bfloat16
     kind = kinds.GROUPED_GEMM_NT_BF16_CONTIG if bf16 else kinds.GROUPED_GEMM_NT_F8F8BF16_CONTIG
-    for num_experts, n, k in (experts.w13_weight.shape, experts.w2_weight.shape):
+    for name in ("w13", "w2"):
+        (num_experts, n, k), rows = getattr(experts, f"{name}_weight").shape, getattr(with_slots, f"{name}_weight")
         with compile_utils.deep_gemm_execution_hook(1, n, k, num_experts, kind):
             pass  # entering it compiles
+        with (
+            _warming_up_with(compile_utils._BaseWarmupExecutor, rows, getattr(with_slots, f"{name}_scale")),
+            compile_utils.deep_gemm_execution_hook(1, n, k, len(rows), kind),
+        ):
+            pass
+
+
+@contextmanager
+def _warming_up_with(executor: Any, weights: torch.Tensor, scales: torch.Tensor | None) -> Iterator[None]:
+    """SGLang warms up kernels with weights of all groups, which it allocates: here these would be those of the whole model. It
+    gets one group, and the layer's own rows in its place."""
+    own = {name: vars(executor)[name] for name in ("create", "get_memory_requirement")}
+    create, needed = executor.create, executor.get_memory_requirement
+
+    def created(kind: Any, **sizes: int) -> Any:
+        made = create(kind, **sizes | {"num_groups": 1})
+        vars(made).update({name: value for name, value in _right_hand_side(weights, scales).items() if name in vars(made)})
+        return made
+
+    executor.create = staticmethod(created)
+    executor.get_memory_requirement = staticmethod(lambda kind, **sizes: needed(kind, **sizes | {"num_groups": 1}))
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(executor, name, value)
+
+
+def _right_hand_side(weights: torch.Tensor, scales: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """By the names that SGLang's warm-up has for them, in BF16 and in FP8."""
+    return {"b": weights, "rhs_q": weights, "rhs_s": scales}
