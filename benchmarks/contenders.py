@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.residency.slot_split import Slots
 
 GIB = 1 << 30
 Flags = dict[str, Any]
+THREE_QUARTERS = Slots(None, {0.0: 0.75})
+"""Of the rows in VRAM, as a profile would ask for it."""
 
 
 class CannotServe(Exception):
@@ -167,7 +170,7 @@ _ALL = (
     Contender(
         "residents_and_slots",
         "this plugin, three of four rows in VRAM slots",
-        with_slots(lambda budget: budget.residents * 3 // 4),
+        with_slots(lambda budget: THREE_QUARTERS.of(budget.residents, budget.model.num_experts)),
         offload=True,
         slots=True,
     ),

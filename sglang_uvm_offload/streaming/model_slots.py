@@ -54,8 +54,7 @@ class ModelSlots:
         without: Callable[[ExpertLayer], str | None] = lambda layer: None,
     ):
         """``make``: the slots of the layers on the device, from the layers (None for one without) and the slots of each pool.
-        ``without``: why the code that computes a
-        layer cannot use slots, None if it can."""
+        ``without``: why the code that computes a layer cannot use slots, None if it can."""
         self.layers = layers
         self.reasons = [_without_slots(layer) or without(layer) for layer in layers]
         """Of each layer, why it has no slots; None where it has."""

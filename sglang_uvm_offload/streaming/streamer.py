@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _GOES_ON = "Serving goes on; outputs are not affected, long prompts read offloaded experts in place and are slower."
 
-
 IN_SLOTS = "in slots"
 """A layer reads its offloaded experts from slots."""
 
