@@ -63,8 +63,7 @@ def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes
         shard = LayerShard(0, layer.routed, ep_rank=layer.ep_rank, ep_size=layer.ep_size)
         share = np.array([shard.share_of(number) for number in range(num_places + 1)])
         for layout in layer.layouts:
-            resident, offloaded = _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
-            out += count * np.array([resident, 0 * resident, offloaded])
+            out[[0, 2]] += count * _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
             out[1] += [round_up(count * int(number) * layout.expert_bytes, layout.block_bytes) for number in share]
         out[1] += count * layer.plain_bytes * share
         enough += np.flatnonzero(layer.routed * 2 <= count * share)[:1].tolist() if layer.routed and layer.layouts else []

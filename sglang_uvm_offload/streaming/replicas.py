@@ -33,8 +33,7 @@ class Replicas:
         self.layer = layer
         self.generation = layer.generation
         self.parts: list[Part] = []
-        """The experts of the layer's managed ranges, without the slots behind them. Empty if the layer is larger than a buffer,
-        or has lost a tensor."""
+        """The layer's managed tensors. Empty if the layer is larger than a buffer, or has lost a tensor."""
         self._places: list[_Place] = []
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
