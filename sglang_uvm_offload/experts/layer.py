@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from sglang_uvm_offload.experts.takeover import HeldStorage, describe, expert_st
 from sglang_uvm_offload.experts.tensor import ExpertTensor
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.host_ram import host_margin
-from sglang_uvm_offload.memory.layout import ExpertLayout
+from sglang_uvm_offload.memory.layout import ExpertLayout, experts_of_a_group
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
@@ -96,6 +97,8 @@ class ExpertLayer:
         """Those in which it has, or had, homes."""
         self._small: list[ExpertTensor] = []
         """Tensors in the pool with experts too small to place."""
+        self.group = 1
+        """Of how many experts each group of residents is; 1: there are none."""
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
@@ -104,7 +107,7 @@ class ExpertLayer:
     ) -> torch.Tensor | None:
         """``takeover.Allocate`` for this layer: managed and placed memory; None for experts too small to place.
         ``written_later``: by SGLang's loader, so that the host pages of a model that is loading may come later too."""
-        layout = ExpertLayout(self.num_experts, expert_bytes, self.memory.block_bytes)
+        layout = ExpertLayout.grouped(self.num_experts, expert_bytes, self.memory.block_bytes, self.group)
         if device.type != self.memory.device_type or not layout.placeable:
             return None
         tensor = ExpertTensor.allocated(self.memory, f"{description} of MoE layer {self.layer_id}", layout)
@@ -134,10 +137,15 @@ class ExpertLayer:
         """Whether the layer's tensors have their pages."""
         return self._choose is not None
 
-    def place(self, choose: ChooseExtents, kept: np.ndarray | None = None, num_slots: int = 0) -> None:
+    def place(
+        self, choose: ChooseExtents, kept: np.ndarray | None = None, num_slots: int = 0, *, grouped: bool = False
+    ) -> None:
         """Populate the tensors, and from here on every new one. ``choose``: which extents of a tensor begin in VRAM. ``kept``
-        ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: the layer's part of the slots."""
+        ``bool[num_experts]``: routed experts that are never demoted. ``num_slots``: the layer's part of the slots.
+        ``grouped``: whether to choose residents by groups of experts that are whole blocks, where that takes no more VRAM."""
         self._choose = choose
+        if grouped:
+            self._group(choose)
         self.kept = self.kept if kept is None else self.kept | kept
         self.num_slots = num_slots
         if self.holders:
@@ -146,6 +154,17 @@ class ExpertLayer:
             if not tensor.placed:
                 self._place(tensor, self._chosen(tensor.layout))
         self._note_residency()
+
+    def _group(self, choose: ChooseExtents) -> None:
+        alone = [tensor.layout for tensor in self.tensors]
+        sizes = [layout.expert_bytes for layout in alone]
+        group = experts_of_a_group(self.shard.routed, sizes, self.memory.block_bytes)
+        together = [replace(layout, group=group) for layout in alone]
+        if [layout.taken_by(choose(layout)) for layout in together] == [layout.taken_by(choose(layout)) for layout in alone]:
+            self.group = group
+            for tensor, layout in zip(self.tensors, together, strict=True):
+                tensor.regroup(layout)
+            self._note_tensors()
 
     def mark_written(self) -> None:
         """Anything may have been written to the tensors, before they are placed."""
@@ -162,9 +181,9 @@ class ExpertLayer:
         """From the next ``sync_tensors`` on, tensors move to their homes in a pool."""
         self._pool_of = pool_of
 
-    def replace(self, choose: ChooseExtents) -> np.ndarray:
+    def replace(self, choose: ChooseExtents, num_slots: int) -> np.ndarray:
         """Another choice for the placed tensors, and for new ones: ``bool[extents]``, to be moved to."""
-        self._choose = choose
+        self._choose, self.num_slots = choose, num_slots
         return np.concatenate([np.zeros(0, dtype=bool), *(self._chosen(tensor.layout) for tensor in self.tensors)])
 
     def _place(self, tensor: ExpertTensor, resident: np.ndarray) -> None:
@@ -185,7 +204,7 @@ class ExpertLayer:
         """Take over new tensors and drop freed ones. Call this after code that may have replaced tensors of the ``holders``
         (the layer's module and its quantisation method). Raises ``ExpertsLost`` if nearly all bytes are gone."""
         self.holders = holders
-        if self.placed and self.num_slots and self._pool_of is not None:
+        if self.placed and self._pool_of is not None:
             self._move_into_pool()
         self._move_into_managed()
         own: list[ExpertTensor] = []

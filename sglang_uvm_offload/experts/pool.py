@@ -32,9 +32,12 @@ class _Kind:
 
 
 class ExpertPool:
-    """``expert_bytes``: of each kind. Slots take no memory until ``place_slots``."""
+    """``expert_bytes``: of each kind. ``group``: of so many experts residents are chosen. Slots take no memory until
+    ``place_slots``."""
 
-    def __init__(self, memory: Memory, num_layers: int, num_experts: int, expert_bytes: Sequence[int], most_slots: int):
+    def __init__(
+        self, memory: Memory, num_layers: int, num_experts: int, expert_bytes: Sequence[int], most_slots: int, group: int = 1
+    ):
         """Raises ``ManagedMemoryError``, and ``ValueError`` with the reason why such layers cannot share slots."""
         pitch = rows_a_layer(num_experts, expert_bytes, memory.block_bytes)
         if pitch is None:
@@ -45,7 +48,7 @@ class ExpertPool:
         self.most_slots, self.num_slots = most_slots, 0
         self._kinds: list[_Kind] = []
         for nbytes in expert_bytes:
-            layout = ExpertLayout(num_experts, nbytes, memory.block_bytes)
+            layout = ExpertLayout.grouped(num_experts, nbytes, memory.block_bytes, group)
             rows = 2 * num_layers * pitch + most_slots  # as many from each layer on
             whole = memory.allocate(rows * nbytes, f"experts of {nbytes} bytes of {num_layers} layers, and their slots")
             self._kinds.append(_Kind(layout, whole, memory.tensor(whole)))

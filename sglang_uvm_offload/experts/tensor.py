@@ -37,6 +37,13 @@ class ExpertTensor:
         """In a range of its own."""
         return cls(memory, layout, memory.allocate(layout.nbytes, name))
 
+    def regroup(self, layout: ExpertLayout) -> None:
+        """Have other extents, before it is placed."""
+        assert not self.placed
+        self.layout = layout
+        self.resident = np.zeros(layout.num_extents, dtype=bool)
+        self._has_host_room = self.resident.copy()
+
     @property
     def address(self) -> int:
         return self.managed.address

@@ -51,6 +51,13 @@ class ExpertLayout:
     num_experts: int
     expert_bytes: int
     block_bytes: int = BLOCK_BYTES
+    group: int = 1
+    """So many experts are whole blocks, and one extent; 1: extents are as small as blocks allow."""
+
+    @classmethod
+    def grouped(cls, num_experts: int, expert_bytes: int, block_bytes: int, group: int) -> ExpertLayout:
+        """With groups, if their experts are whole blocks."""
+        return cls(num_experts, expert_bytes, block_bytes, 1 if group * expert_bytes % block_bytes else group)
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +133,10 @@ class ExpertLayout:
     @cached_property
     def _edges(self) -> np.ndarray:
         """The offset at which each extent begins, and the end of the last block."""
-        begins = np.arange(0, self.nbytes, self.block_bytes)
-        first = begins // self.expert_bytes
-        last = (np.minimum(begins + self.block_bytes, self.nbytes) - 1) // self.expert_bytes
+        begins, unit = np.arange(0, self.nbytes, self.block_bytes), self.group * self.expert_bytes
+        assert self.group == 1 or unit % self.block_bytes == 0, self
+        first = begins // unit
+        last = (np.minimum(begins + self.block_bytes, self.nbytes) - 1) // unit
         differs = (np.diff(first, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
         return np.append(begins[differs], round_up(self.nbytes, self.block_bytes))
 
@@ -145,12 +153,30 @@ SMALL_ALIGNMENT = 16
 """Where experts below ``PAGE_BYTES`` may begin. Triton compiles kernels anew for addresses that are no multiples of it."""
 
 
+def whole_rows(sizes: Iterable[tuple[int, int]]) -> int:
+    """The fewest rows that take whole units in every kind of tensor, each a (bytes of a row, bytes of a unit)."""
+    return math.lcm(*(unit // math.gcd(nbytes, unit) for nbytes, unit in sizes))
+
+
 def rows_a_layer(num_experts: int, expert_bytes: Iterable[int], block_bytes: int) -> int | None:
     """The fewest rows from one layer's first expert to the next layer's with which no block holds experts of two layers, in
     ranges of all layers that have rows of these sizes, a kind of tensor each. None if that takes too many."""
-    steps = [(nbytes, block_bytes if nbytes >= PAGE_BYTES else SMALL_ALIGNMENT) for nbytes in expert_bytes]
-    rows = round_up(num_experts, math.lcm(*(step // math.gcd(nbytes, step) for nbytes, step in steps)))
+    units = [(nbytes, block_bytes if nbytes >= PAGE_BYTES else SMALL_ALIGNMENT) for nbytes in expert_bytes]
+    rows = round_up(num_experts, whole_rows(units))
     return rows if rows <= max(num_experts, MOST_ROWS) else None
+
+
+MOST_GROUPED, GROUPED_BLOCKS = 8, 2
+"""Experts of a group at most, and blocks of each in a tensor at most: larger groups serve less than the whole experts in them
+are worth (benchmarks/results/blocks/blocks.md)."""
+
+
+def experts_of_a_group(routed: int, expert_bytes: Sequence[int], block_bytes: int) -> int:
+    """How many of a layer's ``routed`` experts are whole blocks in all of its tensors, where residents pay by as many; else
+    1."""
+    group = whole_rows((nbytes, block_bytes) for nbytes in expert_bytes)
+    pays = group <= MOST_GROUPED and max(expert_bytes, default=0) <= GROUPED_BLOCKS * block_bytes
+    return group if pays and routed % group == 0 else 1
 
 
 def enclosing(span: Span, block_bytes: int, range_bytes: int) -> Span:

@@ -27,8 +27,8 @@ from sglang_uvm_offload.residency.budget import (
     Division,
     RankBudget,
     buffers_in,
-    corrected,
     divide,
+    most_residents,
 )
 from sglang_uvm_offload.residency.host_need import HostNeed
 from sglang_uvm_offload.residency.slot_split import Slots
@@ -64,13 +64,10 @@ class Case(RankWeights):
     def _most_beside_cache(self) -> int:
         """The residents beside which VRAM holds the KV cache, with the slots and the stream buffers that are asked for; -1 if
         not even none."""
-        asked = dataclasses.replace(self.asked, num_resident=None)
-        given, slots = asked.stream_gb, asked.slots.asked or 0
+        given, slots = self.asked.stream_gb, self.asked.slots.asked or 0
         largest = max(rank.buffer_with(slots) for rank in self.ranks)
-        try:
-            return corrected(Division(0, slots, buffers_in(given, largest) if given else 0), asked, self.ranks)
-        except FlagError:
-            return -1
+        most = most_residents(slots, buffers_in(given, largest) if given else 0, self.ranks)
+        return -1 if most is None else most
 
     @property
     def fits(self) -> bool:

@@ -5,17 +5,19 @@ Pure: every rank calls it with the numbers of all ranks, as measured once the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from msgspec import Struct
 
 from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, flag_name
+from sglang_uvm_offload.memory.layout import round_up
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes
 from sglang_uvm_offload.residency.host_need import HostNeed
-from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
+from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots, pays_in_groups
 from sglang_uvm_offload.units import size
 
 _N, _SLOTS, _STREAM_GB = flag_name("num_resident"), flag_name("slots"), flag_name("stream_buffer_gb")
@@ -56,6 +58,8 @@ class RankBudget(Struct, frozen=True):
     """The machine."""
     host: int
     """Host RAM that is available on it."""
+    host_held: int = 0
+    """What its offloaded experts have taken of it by now."""
     host_cache: int = 0
     """Its part of the hierarchical cache."""
     host_process: int = 0
@@ -110,25 +114,26 @@ def divide(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
     return _most(asked, ranks)
 
 
-def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> int:
-    """The residents with which ``ranks`` hold the cache that is asked for next to the slots and buffers that they have, as
-    measured again. Raises ``FlagError`` if not even none, or not the number that a flag gives, fit."""
-    n = asked.num_resident
-    if n is not None:
-        if short := _short_of_vram(n, now.slots, now.buffers, ranks, ""):
-            raise FlagError([short])
-        return n
-    places = ranks[0].experts.num_places
-    found = _largest(places + 1, lambda n: _fits(n, now.slots, now.buffers, ranks))
-    if found is None:
-        raise FlagError([_no_room(asked, ranks, now.slots, now.buffers)])
-    return found
+def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> Division:
+    """The division for ``ranks`` as measured again, once all is loaded: slots and buffers are still to be placed. Raises
+    ``FlagError`` if there is none, or a number that a flag gives does not fit."""
+    if asked.num_resident is None:
+        return _most(asked, ranks)
+    if short := _short_of_vram(asked.num_resident, now.slots, now.buffers, ranks, ""):
+        raise FlagError([short])
+    return replace(now, num_resident=asked.num_resident)
+
+
+def most_residents(slots: int, buffers: int, ranks: Sequence[RankBudget]) -> int | None:
+    """The most residents beside which all ranks hold the cache that is asked for, with these slots and buffers; None if not
+    even none."""
+    return _largest(ranks[0].experts.num_places + 1, lambda n: _fits(n, slots, buffers, ranks))
 
 
 def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
     places = ranks[0].experts.num_places
     slots, given = asked.slots, asked.stream_gb
-    if slots.asked is None and not any(rank.computes_from_slots for rank in ranks):
+    if not any(rank.computes_from_slots for rank in ranks):
         slots = NO_SLOTS
 
     def split(rows: int) -> tuple[int, int]:
@@ -162,17 +167,21 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
 
 
 def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[RankBudget]) -> tuple[int, int]:
-    """Fewer slots, and more residents in their place, where host RAM holds no more: it also holds what slots do."""
+    """Fewer slots, and more residents in their place, where host RAM holds no more: it also holds what slots do. Residents in
+    whole groups, if so many fit."""
     while slots and _short_of_host(residents, slots, ranks):
         residents, slots = rows - slots + 1, slots - 1
-    return residents, slots
+    in_groups = round_up(residents, math.lcm(*(rank.experts.group for rank in ranks)))
+    if in_groups <= rows and pays_in_groups(in_groups, rows - in_groups):
+        residents = in_groups
+    return residents, rows - residents
 
 
 def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
     places, given = ranks[0].experts.num_places, asked.stream_gb
     slots = 0 if n >= places else asked.slots.asked or 0
     if asked.converts:
-        n = _largest(n + 1, lambda fewer: _fits(fewer, slots, 0, ranks)) or 0
+        n = min(n, most_residents(slots, 0, ranks) or 0)
     offloads = n < places
     fits = partial(_fits, n, slots, ranks=ranks)
     buffers = 0
@@ -280,8 +289,9 @@ def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> s
             *(sum(rank.experts.offloaded[residents] for rank in local), sum(rank.host_cache for rank in local)),
             *(sum(rank.host_process for rank in local), sum(rank.host_tables for rank in local)),
         )
-        available = min(rank.host for rank in local)
-        if not need.experts or need.total <= available:
+        held = sum(rank.host_held for rank in local)
+        available = min(rank.host for rank in local) + held
+        if need.experts <= held or need.total <= available:
             continue
         left = size(max(0, available - need.total + need.experts))
         where = f" of node {node}" if len({rank.node for rank in ranks}) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from msgspec import Struct
 
 from sglang_uvm_offload.flags import NEVER
 from sglang_uvm_offload.layer_shard import LayerShard
-from sglang_uvm_offload.memory.layout import ExpertLayout, round_up
+from sglang_uvm_offload.memory.layout import ExpertLayout, experts_of_a_group, round_up
 
 
 class ExpertSizes(Struct, frozen=True):
@@ -28,6 +29,8 @@ class ExpertSizes(Struct, frozen=True):
     slots_to_stream: int = 0
     """From how many slots of a layer on pools hold the experts of two of their layers, so that a step may stream into them;
     ``NEVER`` if no number does. Pools of few layers never do and do not count."""
+    group: int = 1
+    """So many experts of a layer, over all ranks that share it, are whole blocks where residents pay by as many."""
 
     def streams_into(self, slots: int) -> bool:
         """Whether steps stream into so many slots of a layer, and need no buffers."""
@@ -58,7 +61,7 @@ class LayerExperts:
 def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes:
     """``num_places``: of a layer's routed experts over all ranks that share it."""
     out = np.zeros((3, num_places + 1), dtype=np.int64)
-    enough: list[int] = []
+    enough, groups = list[int](), list[int]()
     for layer, count in Counter(layers).items():
         shard = LayerShard(0, layer.routed, ep_rank=layer.ep_rank, ep_size=layer.ep_size)
         share = np.array([shard.share_of(number) for number in range(num_places + 1)])
@@ -66,9 +69,11 @@ def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes
             out[[0, 2]] += count * _of_tensor(layout, layer.routed)[:, np.minimum(share, layer.routed)]
             out[1] += [round_up(count * int(number) * layout.expert_bytes, layout.block_bytes) for number in share]
         out[1] += count * layer.plain_bytes * share
+        sizes = [layout.expert_bytes for layout in layer.layouts]
+        groups += [layer.ep_size * experts_of_a_group(layer.routed, sizes, layer.layouts[0].block_bytes)] if sizes else []
         enough += np.flatnonzero(layer.routed * 2 <= count * share)[:1].tolist() if layer.routed and layer.layouts else []
     resident, slots, offloaded = out.tolist()
-    return ExpertSizes(resident, slots, offloaded, max(enough, default=NEVER))
+    return ExpertSizes(resident, slots, offloaded, max(enough, default=NEVER), math.lcm(*groups))
 
 
 @lru_cache(maxsize=256)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from sglang_uvm_offload.config import Settings
+from sglang_uvm_offload.config import OffloadConfig, Settings
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.link import LinkStatus
@@ -115,16 +116,15 @@ class OffloadManager:
         chosen = [EVERYTHING] * len(shards) if placement is None else placement.of_layers(shards)
         with layer_bar("Placing experts", len(shards), self.progress()) as bar:
             for layer, of_layer in zip(model.layers, chosen, strict=True):
-                if placement is not None and not placement.converted_later:
+                if of_layer.slots and placement is not None and not placement.converted_later:
                     layer.join_pool(functools.partial(model.pool_for, layer))
-                layer.place(of_layer.choose, of_layer.kept, of_layer.slots)
+                layer.place(of_layer.choose, of_layer.kept, of_layer.slots, grouped=of_layer.grouped)
                 bar.update()
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
         """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
         (a pipeline stage can hold dense layers only)."""
         layers = model.layers
-        model.place_slots()
         if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
             raise FlagError([f"{flag_name('num_resident')} {self.placement.config.num_resident}: the model has {found}"])
@@ -139,11 +139,13 @@ class OffloadManager:
         if self.config.adapt == "continuous":
             self.follow_traffic()
 
-    def correct(self, num_resident: int) -> None:
-        """Move to another number of residents, once the target is loaded and before any step runs."""
-        self.placement, layers = self.placement.with_residents(num_resident), self.target.layers
+    def correct(self, config: OffloadConfig) -> None:
+        """Have other numbers of residents and slots, once the target is loaded and before its slots are placed."""
+        self.placement, layers = dataclasses.replace(self.placement, config=config), self.target.layers
         chosen = self.placement.of_layers([layer.shard for layer in layers])
-        wanted = [(layer, layer.replace(of_layer.choose)) for layer, of_layer in zip(layers, chosen, strict=True)]
+        wanted = [
+            (layer, layer.replace(of_layer.choose, of_layer.slots)) for layer, of_layer in zip(layers, chosen, strict=True)
+        ]
         self.mover.move(wanted, show=True)
         self.residents.begin_anew()
 

@@ -29,7 +29,7 @@ class ModelExperts:
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
     _pools: dict[tuple[int, ...], ExpertPool] = field(default_factory=dict)
-    """By the experts of a layer, and their bytes in each tensor."""
+    """By the experts of a layer and of a group of them, and the bytes of one in each tensor."""
 
     def add_layer(self, memory: Memory, shard: LayerShard) -> ExpertLayer:
         """Call it for each MoE layer while the model is built, in their order. Its experts are address space until they are
@@ -43,21 +43,24 @@ class ModelExperts:
 
     def pool_for(self, layer: ExpertLayer, expert_bytes: tuple[int, ...]) -> ExpertPool | str:
         """``experts.layer.PoolOf`` for one of the layers."""
-        key = (layer.num_experts, *expert_bytes)
+        key = (layer.num_experts, layer.group, *expert_bytes)
         if key not in self._pools:
             most = sum(each.shard.routed for each in self.layers)
             try:
-                self._pools[key] = ExpertPool(layer.memory, len(self.layers), layer.num_experts, expert_bytes, most)
+                shape = (len(self.layers), layer.num_experts, expert_bytes, most, layer.group)
+                self._pools[key] = ExpertPool(layer.memory, *shape)
             except ValueError as error:
                 return str(error)
         return self._pools[key]
 
     def place_slots(self) -> None:
-        """Once all tensors are in their pools: a pool has the slots of all layers in it. Raises ``ManagedMemoryError``."""
+        """Once all tensors are in their pools, and the number of slots is known: a pool has those of all layers in it. Raises
+        ``ManagedMemoryError``."""
         kept = self.pools()
         self._pools = {key: pool for key, pool in self._pools.items() if pool in kept}
         for pool in kept:
-            pool.place_slots(sum(layer.num_slots for layer in self.layers if layer.pool is pool))
+            if number := sum(layer.num_slots for layer in self.layers if layer.pool is pool):
+                pool.place_slots(number)
 
     @property
     def num_places(self) -> int:

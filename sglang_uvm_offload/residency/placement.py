@@ -13,6 +13,7 @@ from sglang_uvm_offload.experts.layer import ChooseExtents
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import ExpertLayout
 from sglang_uvm_offload.residency.model import ModelExperts, extents_of, hottest
+from sglang_uvm_offload.residency.slot_split import pays_in_groups
 from sglang_uvm_offload.routing.counts import RoutingCounts
 from sglang_uvm_offload.routing.profile import Profile
 
@@ -24,6 +25,8 @@ class LayerPlacement:
     choose: ChooseExtents
     kept: np.ndarray | None = None
     slots: int = 0
+    grouped: bool = False
+    """Whether residents are chosen by groups of experts, as ``ExpertLayer.place`` explains."""
 
 
 EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=bool))
@@ -39,9 +42,6 @@ class InitialPlacement:
     """How many MoE layers earlier pipeline stages have."""
     converted_later: bool = False
     """Whether other tensors replace the experts' once they are loaded: only those move into the pools of slots."""
-
-    def with_residents(self, num_resident: int) -> InitialPlacement:
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, num_resident=num_resident))
 
     def of_draft(self, number: int) -> InitialPlacement:
         """Of a draft model: the first ``number`` experts."""
@@ -69,12 +69,21 @@ class InitialPlacement:
             named[: shard.routed] = np.isin(where.ids, list(config.resident_ids.of_layer(self.first + index)))
             if config.adapt != "continuous":
                 return LayerPlacement(lambda layout: layout.holding(named), slots=slots)
-        kept, number = named.copy(), shard.share_of(config.num_resident)
-        named[np.flatnonzero(~named & ~shared)[: max(number - int(named.sum()), 0)]] = True
+        number = shard.share_of(config.num_resident)
+        others = np.flatnonzero(~named & ~shared)
+
+        def first(layout: ExpertLayout) -> np.ndarray:
+            """``bool[num_experts]``: whole groups of them."""
+            resident = named.copy()
+            resident[others[: max(number // layout.group * layout.group - int(named.sum()), 0)]] = True
+            return resident
+
+        grouped = config.resident_ids is None and pays_in_groups(number, slots)
         if self.profile is not None:
             seen = self.profile.part([row], [where], num_experts)
-            return LayerPlacement(lambda layout: _hottest_of(seen, layout, named, kept | shared), kept, slots)
-        return LayerPlacement(lambda layout: layout.holding(named), kept, slots)
+            kept = named | shared
+            return LayerPlacement(lambda layout: _hottest_of(seen, layout, first(layout), kept), named, slots, grouped)
+        return LayerPlacement(lambda layout: layout.holding(first(layout)), named, slots, grouped)
 
 
 def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -17,6 +17,12 @@ def default_share(num_experts: int) -> float:
     return FINE_SHARE if num_experts >= FINE_EXPERTS else COARSE_SHARE
 
 
+def pays_in_groups(residents: int, slots: int) -> bool:
+    """Whether residents that are not whole blocks are better chosen by groups that are. Slots hold what groups leave out, and
+    pay nothing for experts that are half in VRAM (benchmarks/results/blocks/blocks.md)."""
+    return 0 < residents <= 2 * slots
+
+
 @dataclass(frozen=True)
 class Slots:
     """The slots that a launch asks for. ``rows`` are a layer's residents and slots together, all in VRAM."""

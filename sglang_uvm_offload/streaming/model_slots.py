@@ -165,16 +165,25 @@ class ModelSlots:
         self._offloaded = offloaded
 
 
+NOT_ASKED = "none were asked for, or there was no room"
+
+
 def _without_slots(layer: ExpertLayer) -> str | None:
     """Why a layer has none, None if it has."""
+    if reason := cannot_share(layer):
+        return reason
     if not layer.num_slots:
-        return "none were asked for"
+        return NOT_ASKED
+    assert layer.pool is not None
+    return None if layer.pool.num_slots else "its tensors are others than when slots were placed"
+
+
+def cannot_share(layer: ExpertLayer) -> str | None:
+    """Why no slots would serve a loaded layer, None if they would."""
     if not layer.tensors:
         return "none of its experts is large enough to be offloaded"
     if layer.pool is None or layer.without_pool is not None:
-        return layer.without_pool or "it has no part in a pool of slots"
-    if not layer.pool.num_slots:
-        return "its tensors are others than when slots were placed"
+        return layer.without_pool or NOT_ASKED
     if len(layer.slot_rows()) > MAX_TENSORS:
         return f"its experts are in {len(layer.slot_rows())} tensors, and slots serve at most {MAX_TENSORS}"
     if layer.num_experts > MAX_EXPERTS:

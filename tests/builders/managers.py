@@ -82,6 +82,7 @@ class Rank:
         self.manager.place_model(self.model, InitialPlacement(cfg, profile))
         self.manager.link = link
         self.manager.finish_model(self.model)
+        self.model.place_slots()
         self.rearranging = Rearranging(self.manager)
 
     def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS, streams=False):

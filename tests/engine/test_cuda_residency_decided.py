@@ -99,3 +99,18 @@ def test_auto_counts_the_buffers_of_adapters_and_the_places_of_replicas(
     assert 0 < int(served.number) < served.first_number()
     assert served.state["num_experts"] == LAYERS * (EXPERTS + 2)
     assert served.state["resident_ids"] == [[*range(int(served.number))]] * LAYERS
+
+
+def test_slots_are_placed_once_the_buffers_of_adapters_are_and_take_what_these_leave(
+    tmp_path: Path, checkpoints: Checkpoints, standin: Standin
+) -> None:
+    model = checkpoints("qwen3_moe", expert_size=512)
+    more: dict[str, Any] = {"enable_lora": True, "lora_paths": [f"fox={adapter(model, tmp_path / 'fox')}"]}
+    more |= {"max_lora_rank": 128, "max_loras_per_batch": 4, "expert_offload_slots": "auto"}
+    room = fraction(model, 8, CACHE_TOKENS, beside=6 * BLOCK_BYTES, measured=True)
+    served = serve(standin, model, tmp_path / "run", "auto", **more, mem_fraction_static=room)
+    told = r"(\d+) residents and (\d+) slots a layer"
+    (found,) = re.findall(rf"Expert offload: {told}, not {told}: so many fit now", served.log)
+    residents, slots, *before = map(int, found)
+    assert 0 < residents + slots < sum(before)
+    assert (int(served.number), served.state["slots"]["a_layer"]) == (residents, slots)

@@ -81,7 +81,8 @@ class Served(NamedTuple):
 
     def corrected(self) -> list[tuple[int, int]]:
         """Each correction: the residents after it, and before."""
-        found = re.findall(r"Expert offload: (\d+) experts a layer are resident, not (\d+): so many fit now", self.log)
+        told = r"(\d+) residents(?: and \d+ slots)? a layer"
+        found = re.findall(rf"Expert offload: {told}, not {told}: so many fit now", self.log)
         return [(int(after), int(before)) for after, before in found]
 
 

@@ -173,11 +173,11 @@ def test_a_model_is_placed_by_its_profile_and_corrected_to_another_number():
     for index, module in enumerate(modules):
         module.w13.copy_((torch.arange(E, dtype=torch.uint8) + index).unsqueeze(1).expand(E, BLOCK_BYTES))
     manager.finish_model(model)
-    manager.correct(3)
+    manager.correct(config(num_resident=3))
     assert residents(model) == hot
     assert memory.device_used == LAYERS * 3 * BLOCK_BYTES
     assert manager.placement.config.num_resident == 3
-    manager.correct(1)
+    manager.correct(config(num_resident=1))
     assert [len(ids) for ids in residents(model)] == [1] * LAYERS
     for index, module in enumerate(modules):
         assert (module.w13[:, 0] == torch.arange(E) + index).all(), "no byte is lost"
@@ -187,7 +187,7 @@ def test_adaptation_goes_on_from_the_corrected_residents():
     manager, model, _ = built(SimulatedDriver(), adapt="continuous")
     manager.place_model(model, InitialPlacement(config(num_resident=2, adapt="continuous"), None))
     manager.finish_model(model)
-    manager.correct(4)
+    manager.correct(config(num_resident=4, adapt="continuous"))
     assert manager.residents.next.sum() == LAYERS * 4
     adaptation = manager.residents.adaptation
     assert adaptation is not None
@@ -206,8 +206,11 @@ def test_tensors_go_to_their_homes_when_they_are_placed_or_once_they_are_convert
         layer.join_pool(partial(model.pool_for, layer))
         layer.sync_tensors(module)
     manager.finish_model(model)
+    manager.correct(config(num_resident=1, slots=3))
     (pool,) = model.pools()
-    assert pool.num_slots == 2 * LAYERS
+    assert pool.num_slots == 0, "until all is in VRAM"
+    model.place_slots()
+    assert pool.num_slots == 3 * LAYERS
     assert np.diff([module.w13.data_ptr() for module in modules]).tolist() == [pool.pitch * BLOCK_BYTES] * (LAYERS - 1)
     assert [int(module.w13.amin()) for module in modules] == [int(module.w13.amax()) for module in modules] == [1, 2, 3]
-    assert residents(model) == [[0, 1]] * LAYERS
+    assert residents(model) == [[0]] * LAYERS

@@ -70,7 +70,8 @@ class Model:
     def placed(self, slots=S, resident=RESIDENT, load=True):
         for layer, module in zip(self.layers, self.modules, strict=True):
             chosen = np.arange(layer.num_experts) < resident
-            layer.join_pool(partial(self.model.pool_for, layer))
+            if slots:
+                layer.join_pool(partial(self.model.pool_for, layer))
             layer.place(lambda layout, chosen=chosen: layout.holding(chosen), num_slots=slots)
             if load:
                 module.load(10 * layer.index)

@@ -15,6 +15,7 @@ from sglang_uvm_offload.memory.layout import (
     batches,
     check_spans,
     enclosing,
+    experts_of_a_group,
     rows_a_layer,
 )
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
@@ -52,6 +53,27 @@ def test_a_block_that_experts_share_is_needed_by_each_of_them():
     assert spans(layout, 0) == [Span(0, 4 * MIB)]
     assert spans(layout, 1) == [Span(2 * MIB, 4 * MIB)]
     assert spans(layout, 3) == [Span(8 * MIB, 4 * MIB)]
+
+
+def test_groups_of_experts_are_extents_of_whole_blocks():
+    layout = ExpertLayout(10, 3 * MIB // 2, group=4)
+    assert (layout.extent_bytes // BLOCK_BYTES).tolist() == [3, 3, 2]
+    assert layout.part_expert.tolist() == list(range(10))
+    assert layout.part_extent.tolist() == [0] * 4 + [1] * 4 + [2] * 2
+    assert spans(layout, 5) == [Span(6 * MIB, 6 * MIB)]
+
+
+@pytest.mark.parametrize(
+    ("routed", "sizes", "group"),
+    [
+        *((128, [3 * MIB, 3 * MIB // 2], 4), (128, [7 * MIB // 2, 7 * MIB // 4], 8), (8, [MIB // 2, MIB // 4], 8)),
+        *((128, [2 * MIB, 4 * MIB], 1), (126, [3 * MIB, 3 * MIB // 2], 1), (128, [5 * MIB, 5 * MIB // 2], 1)),
+        *((128, [3 * MIB, MIB // 8], 1), (128, [], 1)),
+    ],
+    ids=str,
+)
+def test_a_group_is_the_fewest_experts_that_are_whole_blocks_in_all_tensors(routed, sizes, group):
+    assert experts_of_a_group(routed, sizes, BLOCK_BYTES) == group
 
 
 @pytest.mark.parametrize("layout", random_layouts(), ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -45,13 +45,14 @@ def load(
     model: Callable[[LoadingHooks], None],
     measure: Callable[[], None] = lambda: None,
     place: Callable[..., None] = lambda *_: None,
+    slots: int = 2,
 ) -> None:
     """Loads what ``model`` builds and reads, and then measures the link. ``place`` is given the built model."""
-    rank = RankState(requested_config(num_resident=1))
+    rank = RankState(requested_config(num_resident=1, slots=slots))
     rank.backend = Backend(memory)
     hooks = LoadingHooks(rank)
     monkeypatch.setattr(hooks, "_place_target", lambda runner, model, module: place(model))
-    monkeypatch.setattr(hooks, "_loaded", lambda runner, model: None)
+    monkeypatch.setattr(hooks, "_loaded", lambda model: None)
     monkeypatch.setattr(loading_hooks, "get_device", lambda: SimpleNamespace(gpu_id=0))
     monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
     with get_parallel().override(tp_rank=0, pp_rank=0):
@@ -146,6 +147,21 @@ def test_what_a_model_writes_while_it_is_built_is_there_once_its_tensors_are_in_
     load(monkeypatch, SimulatedDriver(), both, place=place)
     assert module.w13[:, -1].tolist() == [0, 0, 255, 0]
     assert not module.w2.any()
+
+
+def test_the_build_of_a_model_without_slots_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves once it is built, and a watch slows all that it does."""
+    watched: list[int] = []
+    for slots in (2, 0):
+        monkeypatch.setattr(loading_hooks, "WatchWrites", lambda _, slots=slots: nullcontext(watched.append(slots)))
+        build = partial(LoadingHooks.around_build, original=lambda *_: torch.nn.Module())
+        load(
+            monkeypatch,
+            SimulatedDriver(),
+            lambda hooks, build=build: build(hooks, model_config=None, load_config=LoadConfig()),
+            slots=slots,
+        )
+    assert watched == [2]
 
 
 @contextmanager

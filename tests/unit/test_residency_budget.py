@@ -156,6 +156,19 @@ def test_auto_slots_become_residents_where_host_ram_holds_no_more():
     assert (found.num_resident, found.slots) == (15, 5)
 
 
+@pytest.mark.parametrize(
+    ("missing", "groups", "residents"),
+    [(8, (4,), 8), (9, (4,), 12), (9, (4, 1), 12), (9, (4, 6), 12), (15, (4,), 15), (9, (16,), 9), (9, (64,), 9)],
+    ids=str,
+)
+def test_residents_that_host_ram_asks_for_are_whole_groups_where_these_pay(missing, groups, residents):
+    """Of 20 rows: with more than twice as many residents as slots, single blocks serve more."""
+    host = HostNeed((PLACES - missing) * 100 * MIB * len(groups)).total
+    each = [msgspec.structs.replace(sizes(), group=group) for group in groups]
+    ranks = [rank(20 * 100 * MIB, experts=experts, host=host) for experts in each]
+    assert divide(asked(slots=None, streams=False), ranks) == Division(residents, 20 - residents, 0)
+
+
 # ---- a number ----
 
 
@@ -215,7 +228,7 @@ def test_experts_that_shrink_once_they_are_loaded_begin_with_what_fits():
     begun = divide(asked(20, converts=True), [rank(12 * 100 * MIB)])
     assert begun.num_resident == 12
     half = rank(40 * 50 * MIB, experts=sizes(50 * MIB))
-    assert corrected(begun, asked(20, converts=True), [half]) == 20
+    assert corrected(begun, asked(20, converts=True), [half]) == Division(20, 0, 0)
 
 
 # ---- the correction ----
@@ -223,9 +236,26 @@ def test_experts_that_shrink_once_they_are_loaded_begin_with_what_fits():
 
 @pytest.mark.parametrize("room", [8, 10, 14])
 def test_auto_is_corrected_to_what_is_free_once_all_is_loaded(room):
-    now = Division(10, 0, 2)
-    found = corrected(now, asked(), [rank(room * 100 * MIB + 400 * MIB), rank(30 * 100 * MIB)])
-    assert found == room
+    ranks = [rank(room * 100 * MIB + 400 * MIB), rank(30 * 100 * MIB)]
+    assert corrected(Division(10, 0, 2), asked(), ranks) == Division(room, 0, 2)
+    assert corrected(Division(0, 10, 2), asked(slots=None), ranks) == Division(0, room, 2)
+
+
+def test_what_turns_out_to_have_no_slots_keeps_residents():
+    without = rank(20 * 100 * MIB, computes_from_slots=False)
+    for slots in (None, 8):
+        assert corrected(Division(0, 20, 0), asked(slots=slots, streams=False), [without]) == Division(20, 0, 0)
+
+
+def test_experts_that_host_ram_holds_by_now_are_not_short_of_it():
+    """What else the process took while it loaded came from the same host RAM."""
+    held = 5000 * MIB
+    ranks = [rank(14 * 100 * MIB, host=0, host_held=held // 2), rank(14 * 100 * MIB, host=0, host_held=held // 2)]
+    half = [msgspec.structs.replace(each, experts=sizes(50 * MIB)) for each in ranks]
+    assert corrected(Division(10, 4, 0), asked(slots=None, streams=False), half) == Division(14, 14, 0)
+    assert corrected(
+        Division(0, 14, 0), asked(slots=None, streams=False), [rank(14 * 100 * MIB, host=0, host_held=6400 * MIB)]
+    ) == (Division(0, 14, 0))
 
 
 def test_what_no_longer_fits_ends_the_start():
@@ -233,4 +263,5 @@ def test_what_no_longer_fits_ends_the_start():
         corrected(Division(10, 0, 0), asked(10), [rank(free=900 * MIB)])
     with pytest.raises(FlagError, match="with no expert resident GPU 0"):
         corrected(Division(1, 0, 0), asked(), [rank(-1)])
-    assert corrected(Division(10, 0, 0), asked(10), [rank(30 * 100 * MIB)]) == 10, "a number stays"
+    now = Division(10, 0, 0)
+    assert corrected(now, asked(10), [rank(30 * 100 * MIB)]) == now, "a number stays"

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from builders.managers import LAYERS, Rank, config, profile_of
 
+from sglang_uvm_offload.memory.layout import PAGE_BYTES
+
 
 def warm(**flags) -> Rank:
     """One step after a warm-up that has seen experts 5, 6 and 7."""
@@ -143,3 +145,14 @@ def test_an_operators_choice_is_not_undone_by_what_was_decided_before_it():
     rank.manager.readvise()
     rank.step([[5, 6, 7]])
     assert rank.resident() == [[1, 2, 3]] * LAYERS
+
+
+@pytest.mark.parametrize("adapt", ["warmup", "continuous"])
+def test_beside_slots_residents_that_are_chosen_anew_are_whole_experts(adapt):
+    """Of one and a half blocks: two of them are three blocks."""
+    seconds = iter(range(10**9))
+    cfg = config(num_resident=4, slots=2, warmup_tokens=4, adapt=adapt)
+    rank = Rank(cfg, expert_bytes=3 * PAGE_BYTES // 2, clock=lambda: float(next(seconds)))
+    serve(rank, [3, 4, 6], 30)
+    assert rank.resident() == [[2, 3, 4, 5]] * LAYERS, "single blocks would keep 3, 4 and 6, and halves of others"
+    assert rank.status()["partly_resident_experts"] == 0

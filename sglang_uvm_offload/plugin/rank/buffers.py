@@ -16,7 +16,7 @@ from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import StreamStatus
-from sglang_uvm_offload.streaming.model_slots import ModelSlots
+from sglang_uvm_offload.streaming.model_slots import NOT_ASKED, ModelSlots
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 from sglang_uvm_offload.streaming.streamer import Streamer
 from sglang_uvm_offload.units import size
@@ -64,12 +64,12 @@ def stream_status(streamer: Streamer | None) -> StreamStatus | None:
 
 
 def make_slots(model: ModelExperts, backend: Emulated) -> ModelSlots | None:
-    """The slots, or None if no layer has any. Call this after the counters are created."""
+    """The slots, or None if no layer has any. Call this after the counters are created, and slots are placed."""
     counters = model.counters
-    if counters is None or not any(layer.num_slots for layer in model.layers):
+    if counters is None or not any(layer.pool or layer.without_pool for layer in model.layers):
         return None
     slots = ModelSlots(model.layers, functools.partial(backend.slots, counters), lambda layer: _without(layer, backend))
-    for reason in sorted({reason for reason in slots.reasons if reason is not None}):
+    for reason in sorted({reason for reason in slots.reasons if reason not in (None, NOT_ASKED)}):
         ids = [layer.layer_id for layer, why in zip(model.layers, slots.reasons, strict=True) if why == reason]
         logger.warning(
             "Expert offload: %d of %d MoE layers (the first is %d) have no slots: %s",

@@ -139,7 +139,7 @@ class LayerHooks:
                 with self.timing(StartPhase.CONVERT):
                     with AllocationMode(experts.num_experts, experts.allocate, experts.write):
                         result = process_weights_after_loading(layer, *args, **kwargs)
-                    if not model.draft:
+                    if experts.num_slots:
                         experts.join_pool(partial(model.pool_for, experts))
                     experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class LoadingHooks:
             with self.rank.layer_hooks.leaving_alone():
                 return original(model_config, load_config, *args, **kwargs)
         with self.rank.start.timing(StartPhase.BUILD):
-            with WatchWrites(self.rank.layer_hooks.storage_written):
+            with WatchWrites(self.rank.layer_hooks.storage_written) if self._may_join_pools else nullcontext():
                 result = original(model_config, load_config, *args, **kwargs)
             self._built(result)
         if load_config.load_format not in _WRITTEN_BY_WEIGHT:
@@ -86,6 +87,11 @@ class LoadingHooks:
                 self.rank.manager.memory.wait_until_populated()
         self.rank.start.add(StartPhase.READ, sum(tensor.nbytes for tensor in result.parameters()))
         return result
+
+    @property
+    def _may_join_pools(self) -> bool:
+        """Whether the experts of the model that is built may move where slots are: those of the target, which comes first."""
+        return self.rank.config.slots != 0 and self._residency is None
 
     def _built(self, module: torch.nn.Module) -> None:
         on_build, self._on_build = self._on_build, None
@@ -118,8 +124,7 @@ class LoadingHooks:
             if not model.draft:
                 with self.rank.start.timing(StartPhase.LINK):
                     manager.link = link.measure(self.rank.backend, get_device().gpu_id, model.layers)
-            with self.rank.start.timing(StartPhase.BUFFERS):
-                self._loaded(runner, model)
+            self._loaded(model)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result
@@ -129,19 +134,10 @@ class LoadingHooks:
         written, perhaps in small pieces, which the GPU would read more slowly for as long as they live."""
         self.rank.manager.memory.wait_until_populated(param.untyped_storage().data_ptr())
 
-    def _loaded(self, runner: Any, model: ModelExperts) -> None:
+    def _loaded(self, model: ModelExperts) -> None:
         """What begins once a model has its weights."""
         self.rank.manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
-        if model.draft:
-            return
-        self._begin_slots(model)
-        # A server that releases its weights then also releases the buffers, and gets them back at the same size.
-        manager, backend, config = self.rank.manager, self.rank.backend, self.rank.manager.placement.config
-        with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
-            self.rank.layer_hooks.streamer = make_streamer(
-                config, backend, manager.memory, model.layers, self.rank.slots, manager.ledger.add_streamed
-            )
-        if self.rank.recording is not None:
+        if self.rank.recording is not None and not model.draft:
             self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
 
     def around_pools(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,18 +146,23 @@ class LoadingHooks:
             try:
                 with self.rank.start.timing(StartPhase.PLACE):
                     self._residency.correct()
-            except FlagError as error:
+                with self.rank.start.timing(StartPhase.BUFFERS):
+                    self._begin_slots(runner.__dict__[MODEL])
+                    self._begin_streams(runner)
+            except (FlagError, ManagedMemoryError) as error:
                 enforce.end(f"sglang-uvm-offload: {error}")
-            self._stream_from()
         with self.rank.start.timing(StartPhase.POOLS):
             return original(runner, *args, **kwargs)
 
-    def _stream_from(self) -> None:
-        """Streams begin at the number of tokens that suits what is resident, and prefill graphs end there."""
-        streamer = self.rank.layer_hooks.streamer
+    def _begin_streams(self, runner: Any) -> None:
+        """Prefill graphs end at the number of tokens from which on steps stream."""
+        manager, layers = self.rank.manager, runner.__dict__[MODEL].layers
+        shared = (manager.memory, layers, self.rank.slots, manager.ledger.add_streamed)
+        # A server that releases its weights then also releases the buffers, and gets them back at the same size.
+        with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
+            streamer = make_streamer(manager.placement.config, self.rank.backend, *shared)
+        self.rank.layer_hooks.streamer = streamer
         if streamer is not None:
-            assert self._residency is not None
-            streamer.min_tokens = self._residency.stream_tokens
             limit_prefill_graphs(streamer.min_tokens)
 
     def _begin_slots(self, model: ModelExperts) -> None:

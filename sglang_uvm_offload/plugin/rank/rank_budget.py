@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ from sglang_uvm_offload.plugin.launch.slots_asked import slots_asked
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
-from sglang_uvm_offload.residency.budget import Asked, Division, RankBudget
+from sglang_uvm_offload.residency.budget import Asked, RankBudget
 from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts, expert_sizes
 from sglang_uvm_offload.routing.profile import Profile
+from sglang_uvm_offload.streaming.model_slots import cannot_share
 from sglang_uvm_offload.streaming.replicas import buffer_bytes
 
 logger = logging.getLogger(__name__)
@@ -82,10 +84,10 @@ class RankBudgets:
         longest = longest_step(self._cfg, self._runner.model_config)
         return stream_tokens(self._config, num_resident, slots, self._num_places, top_k, self._rates, longest)
 
-    def of_all(self, layers: Sequence[ExpertLayer], extra: int = 0, held: Division | None = None) -> list[RankBudget]:
-        """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``held``: what of the division is
-        in VRAM by now."""
-        own = self._own(layers, extra, held)
+    def of_all(self, layers: Sequence[ExpertLayer], extra: int, resident: int | None = None) -> list[RankBudget]:
+        """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``resident``: the residents of a
+        layer, where the target is loaded."""
+        own = self._own(layers, extra, resident)
         return self._world.all_gather_object(own) if self._world.world_size > 1 else [own]
 
     def draft_bytes(self, layers: Sequence[ExpertLayer]) -> int:
@@ -101,18 +103,15 @@ class RankBudgets:
         whole = sizes_of(layers, self._num_places).resident[-1] // max(1, len(layers))
         return whole * max(1, getattr(self._runner.model_config.hf_text_config, "num_nextn_predict_layers", None) or 1)
 
-    def _own(self, layers: Sequence[ExpertLayer], extra: int, held: Division | None) -> RankBudget:
+    def _own(self, layers: Sequence[ExpertLayer], extra: int, resident: int | None) -> RankBudget:
         info, server_args = self._memory.info(), get_server_args()
-        sizes = sizes_of(layers, self._num_places)
-        without = [layer for layer in layers if self._on_gpu and no_slots_in(layer.holders[0]) is not None]
-        buffer, beside = (max(map(buffer_bytes, some), default=0) for some in (layers, without))
+        sizes, loaded = sizes_of(layers, self._num_places), resident is not None
+        with_slots = [layer for layer in layers if not (loaded and cannot_share(layer)) and not self._no_slots_in(layer)]
         free, cache, of_requests, least = _NO_LIMIT, 0, 0, 0
         if self._on_gpu:
             free = self._free() - extra
-            if held is not None:
-                free += sizes.in_vram(held.num_resident, held.slots)
-                free += held.buffers * (beside if sizes.streams_into(held.slots) else buffer)
-                free += sizes.offloaded[held.num_resident] if has_one_memory() else 0
+            if resident is not None:
+                free += sizes.resident[resident] + (sizes.offloaded[resident] if has_one_memory() else 0)
             cache, of_requests, least = self._cache_bytes
         host_cache = hicache(self._cfg, server_args)
         return RankBudget(
@@ -122,15 +121,19 @@ class RankBudgets:
             cache_of_requests=of_requests,
             least_cache=least,
             experts=sizes,
-            buffer=buffer,
+            buffer=max(map(buffer_bytes, layers), default=0),
             gpu=get_device().gpu_id,
             node=self._cfg.node_rank,
             host=info.host_available,
             host_cache=int(host_cache.get("hicache_bytes", 0) or host_cache.get("hicache_ratio", 0) * cache),
-            computes_from_slots=len(without) < len(layers),
-            buffer_beside_slots=beside,
+            host_held=0 if resident is None else sizes.offloaded[resident],
+            computes_from_slots=bool(with_slots),
+            buffer_beside_slots=max(map(buffer_bytes, beside_slots(layers, with_slots)), default=0),
             one_memory=self._on_gpu and has_one_memory(),
         )
+
+    def _no_slots_in(self, layer: ExpertLayer) -> bool:
+        return self._on_gpu and no_slots_in(layer.holders[0]) is not None
 
     def _free(self) -> int:
         """VRAM that SGLang would give to experts and KV cache (``KVCacheConfigurator._profile_available_bytes``)."""
@@ -182,6 +185,13 @@ class RankBudgets:
         out += f" of pipeline stage {parallel.pp_rank}" if parallel.pp_size > 1 else ""
         out += f" of replica {parallel.dp_rank or 0}" if self._cfg.dp_size > 1 and self._cfg.attn_dp_size == 1 else ""
         return f"GPU {get_device().gpu_id} ({out})" if self._on_gpu else out
+
+
+def beside_slots(layers: Sequence[ExpertLayer], with_slots: Sequence[ExpertLayer]) -> list[ExpertLayer]:
+    """Those that stream into no slots, however many there are: those without, and one that is alone in its pool, as a step
+    brings the experts of one layer while it computes another."""
+    alike = Counter(layer.layouts for layer in with_slots)
+    return [layer for layer in layers if layer not in with_slots or alike[layer.layouts] == 1]
 
 
 def _converts(model_config: Any) -> bool:

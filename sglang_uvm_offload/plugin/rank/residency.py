@@ -1,4 +1,5 @@
-"""What of the target model is resident on this launch's ranks: decided once it is built, corrected once all is loaded."""
+"""How this launch's ranks divide VRAM between residents, slots and stream buffers: decided once the target is built, and again
+once all is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_uvm_offload.config import AUTO, RequestedConfig
+from sglang_uvm_offload.config import AUTO, OffloadConfig, RequestedConfig
 from sglang_uvm_offload.flags import NEVER, FlagError, flag_name
 from sglang_uvm_offload.plugin import enforce
 from sglang_uvm_offload.plugin.launch.stream_settings import USUAL_TOP_K
@@ -72,14 +73,17 @@ class Residency:
         self._warn(ranks)
         if self.stream_tokens == NEVER and self._manager.progress():
             self._tell_of_long_steps()
-        resolved = config.resolved(
+        chosen_by = profile if config.resident_selection == "frequency" else None
+        return InitialPlacement(self._resolved(), chosen_by, self._built.first, self._asked.converts)
+
+    def _resolved(self) -> OffloadConfig:
+        division = self._division
+        return self._config.resolved(
             num_resident=division.num_resident,
             slots=division.slots,
             stream_tokens=self.stream_tokens,
             stream_buffers=division.buffers,
         )
-        chosen_by = profile if config.resident_selection == "frequency" else None
-        return InitialPlacement(resolved, chosen_by, self._built.first, self._asked.converts)
 
     def make_room(self, draft: ModelExperts) -> None:
         """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
@@ -92,8 +96,10 @@ class Residency:
             self._correct(sizes.resident[places if number is None else number], may_grow=False)
 
     def correct(self) -> None:
-        """All weights are loaded, and what follows is SGLang's KV cache: keep as many experts resident as fit next to it."""
+        """All weights are loaded, and what follows is SGLang's KV cache: divide the VRAM next to it, and place the slots.
+        Raises ``ManagedMemoryError``."""
         self._correct(0)
+        self._model.place_slots()
 
     @property
     def stream_tokens(self) -> int:
@@ -104,21 +110,17 @@ class Residency:
         """``extra``: VRAM of experts that are still to be placed."""
         if self._manager.memory.device_type == "cpu":
             return
-        now = self._division
-        ranks = self._budgets.of_all(self._model.layers, extra, held=now)
-        number = _agreed(self._world, lambda: corrected(now, self._asked, ranks))
-        if number == now.num_resident or (number > now.num_resident and not may_grow):
+        before = self._division
+        ranks = self._budgets.of_all(self._model.layers, extra, before.num_resident)
+        now = _agreed(self._world, lambda: corrected(before, self._asked, ranks))
+        if now == before or (now.num_resident > before.num_resident and not may_grow):
             return
-        if self._manager.progress():
-            logger.info(
-                "Expert offload: %d experts a layer are resident, not %d: so many fit now that all weights are in VRAM",
-                number,
-                now.num_resident,
-            )
-        self._division = dataclasses.replace(now, num_resident=number)
-        self._manager.correct(number)
+        if _told(now) != _told(before) and self._manager.progress():
+            logger.info("Expert offload: %s, not %s: so many fit now that all weights are in VRAM", _told(now), _told(before))
+        self._division = now
+        self._manager.correct(self._resolved())
         own = ranks[self._world.rank_in_group].experts
-        if (fewer := own.resident[now.num_resident] - own.resident[number]) > 0:
+        if (fewer := own.resident[before.num_resident] - own.resident[now.num_resident]) > 0:
             self._backend.reclaim(self._manager.memory, fewer)
 
     def _warn(self, ranks: list[RankBudget]) -> None:
@@ -151,6 +153,11 @@ class Residency:
             f"{slots}: {taken} on {rank.name}, next to {size(rank.cache)} of KV cache for {asked.cache_tokens} tokens on each "
             f"rank ({asked.demand}){stream}"
         )
+
+
+def _told(division: Division) -> str:
+    slots = f" and {division.slots} slots" if division.slots else ""
+    return f"{division.num_resident} residents{slots} a layer"
 
 
 def refuse(problems: list[str]) -> None:
