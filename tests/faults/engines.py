@@ -37,8 +37,10 @@ FIRST_SECONDS, ENGINE_SECONDS, END_SECONDS = patience(600), patience(120), patie
 processes may live on."""
 
 LAYERS, RESIDENT, SLOTS, EXPERTS, EXPERT_BYTES = 5, 4, 4, 16, 768 << 10
+TENSORS = 2
+"""Of a layer."""
 BUFFER = EXPERTS * EXPERT_BYTES
-"""A stream buffer. There are two, or one beside slots: all experts would fit in the room of two and slots."""
+"""A stream buffer. There are two, or one beside slots, which are too few to stream into."""
 FIRST = 9
 """Every token picks four experts from this one on, of which none is resident at first."""
 WARMUP, STREAM_TOKENS = 16, 16
@@ -209,7 +211,7 @@ class Engines:
 
     def _job(self, folder: Path, fault: Fault) -> dict[str, Any]:
         slots = fault.job["slots"]
-        buffers, beside = (BUFFER, LAYERS * BLOCK_BYTES) if slots else (2 * BUFFER, 0)  # slots begin blocks of their own
+        buffers, beside = (BUFFER, TENSORS * BLOCK_BYTES) if slots else (2 * BUFFER, 0)  # slots end in blocks of their own
         rows = RESIDENT + SLOTS if slots else RESIDENT
         room = fraction(self.checkpoint, rows, GPU["max_total_tokens"], buffers + beside, LAYERS, measured=True)
         flags = {**FLAGS, "expert_offload_stream_buffer_gb": buffers / 2**30, "mem_fraction_static": room}

@@ -92,6 +92,7 @@ class Rank:
         self.manager.place_model(self.experts, InitialPlacement(self.config, earlier))
         self._write_weights()
         self.manager.finish_model(self.experts)
+        self.experts.place_slots()
         slots = CudaSlots if self.cuda else CpuSlots
         self.slots = ModelSlots(self.experts.layers, partial(slots, self.experts.counters))  # type: ignore[arg-type]
         self.streamer = Streamer(
