@@ -100,9 +100,9 @@ def table(traces: Path) -> Iterator[str]:
         experts = of.workload.shape[1]
         rows = [of.row(round(share * experts), in_slots) for share in IN_VRAM for in_slots in IN_SLOTS]
         for row in dict.fromkeys(rows):
-            each = " | ".join(f"{missed:.0f}" for missed in row.missed[:1])
-            parts = zip(row.missed[1:], row.in_part, strict=True)
-            each += "".join(f" | {missed:.0f} ({part:.0%})" for missed, part in parts)
+            any_byte, *of_blocks = row.missed
+            parts = zip(of_blocks, row.in_part, strict=True)
+            each = " | ".join([f"{any_byte:.0f}", *(f"{missed:.0f} ({part:.0%})" for missed, part in parts)])
             group = experts_of_a_group(experts, of.sizes, BLOCK_BYTES)
             chosen = "yes" if group > 1 and pays_in_groups(row.residents, row.slots) else "no"
             sizes = " + ".join(f"{size:g}" for size in mib)

@@ -167,8 +167,8 @@ def rows_a_layer(num_experts: int, expert_bytes: Iterable[int], block_bytes: int
 
 
 MOST_GROUPED, GROUPED_BLOCKS = 8, 2
-"""Experts of a group at most, and blocks of each in a tensor at most: larger groups serve less than the whole experts in them
-are worth (benchmarks/results/blocks/blocks.md)."""
+"""Experts of a group at most, and blocks of each in a tensor at most. Of larger experts less is in VRAM in part, and their
+groups lose or gain by what else is in VRAM (benchmarks/results/blocks/blocks.md)."""
 
 
 def experts_of_a_group(routed: int, expert_bytes: Sequence[int], block_bytes: int) -> int:

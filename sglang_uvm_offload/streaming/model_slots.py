@@ -183,7 +183,7 @@ def cannot_share(layer: ExpertLayer) -> str | None:
     if not layer.tensors:
         return "none of its experts is large enough to be offloaded"
     if layer.pool is None or layer.without_pool is not None:
-        return layer.without_pool or NOT_ASKED
+        return layer.without_pool or ("it has no part in a pool of slots" if layer.num_slots else NOT_ASKED)
     if len(layer.slot_rows()) > MAX_TENSORS:
         return f"its experts are in {len(layer.slot_rows())} tensors, and slots serve at most {MAX_TENSORS}"
     if layer.num_experts > MAX_EXPERTS:

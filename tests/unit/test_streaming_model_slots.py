@@ -248,7 +248,7 @@ def many_rows(layer):
     [
         (lambda layer: setattr(layer, "num_slots", 0), "none were asked for"),
         (lambda layer: setattr(layer, "tensors", []), "none of its experts is large enough"),
-        (lambda layer: setattr(layer, "pool", None), "none were asked for"),
+        (lambda layer: setattr(layer, "pool", None), "no part in a pool"),
         (lambda layer: setattr(layer, "without_pool", "its scales interleave"), "its scales interleave"),
         (lambda layer: setattr(layer, "num_experts", MAX_EXPERTS + 1), f"{MAX_EXPERTS + 1} experts, and layers with at most"),
         (many_rows, f"are in {MAX_TENSORS + 1} tensors"),

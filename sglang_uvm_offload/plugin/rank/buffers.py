@@ -66,7 +66,7 @@ def stream_status(streamer: Streamer | None) -> StreamStatus | None:
 def make_slots(model: ModelExperts, backend: Emulated) -> ModelSlots | None:
     """The slots, or None if no layer has any. Call this after the counters are created, and slots are placed."""
     counters = model.counters
-    if counters is None or not any(layer.pool or layer.without_pool for layer in model.layers):
+    if counters is None or not any(layer.num_slots or layer.pool or layer.without_pool for layer in model.layers):
         return None
     slots = ModelSlots(model.layers, functools.partial(backend.slots, counters), lambda layer: _without(layer, backend))
     for reason in sorted({reason for reason in slots.reasons if reason not in (None, NOT_ASKED)}):
