@@ -18,6 +18,7 @@ from sglang_uvm_offload.residency.adaptation import Adaptation
 from sglang_uvm_offload.residency.evictions import Evictions
 from sglang_uvm_offload.residency.history import History
 from sglang_uvm_offload.residency.ledger import Ledger
+from sglang_uvm_offload.residency.minutes import Minutes
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.mover import STUCK_SECONDS, Mover, layer_bar
 from sglang_uvm_offload.residency.placement import EVERYTHING, InitialPlacement
@@ -65,6 +66,8 @@ class OffloadManager:
         layer."""
         self.link: LinkStatus | None = None
         """As measured when the target model was loaded, before ``finish_model``; None where it was not."""
+        self.minutes: Minutes | None = None
+        """Of the target, once the server serves; None unless residents follow the traffic."""
         self.tokens = 0
         self.steps = 0
         self.paused = False
@@ -177,6 +180,8 @@ class OffloadManager:
                 "Expert offload: %s %d: the draft model has nothing to offload", flag_name("draft_num_resident"), number
             )
         self._drafts_due_at = self.config.warmup_tokens if self.config.residents_change else None
+        if self.config.adapt == "continuous":
+            self.minutes = Minutes(self.ledger, self.clock)
 
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:
         """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
 from builders.managers import Rank, config
 from prometheus_client import CollectorRegistry
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
@@ -35,11 +37,11 @@ class Short:
 class Serving:
     """The hooks of a rank that serves, on a clock of its own."""
 
-    def __init__(self):
+    def __init__(self, **flags):
         self.now = 100.0
-        cfg = config(resident_selection="first_n")
+        cfg = config(resident_selection="first_n", **flags)
         self.rank = RankState(cfg)
-        served = Rank(cfg)
+        served = Rank(cfg, clock=lambda: self.now)
         self.rank.manager = served.manager
         self.step = lambda: served.step([[0, 7], [1, 7]])
         self.faults, self.snapshot = Short(), Short()
@@ -93,3 +95,42 @@ def test_a_status_that_cannot_be_made_is_left_out(monkeypatch, caplog):
     shown = serving.hooks.after_internal_state(answer, None).internal_state
     assert shown == {"sglang": 1, "expert_offload_resident_selection": "first_n"}
     assert "the status failed: MemoryError: no room" in caplog.text
+
+
+def minutes_logged(serving: Serving, caplog) -> list[str]:
+    """The lines about minutes, of rank 3, over a minute of steps, an idle one, and one that begins with steps."""
+    serving.rank.manager.begin_serving()
+    with get_parallel().override(tp_rank=3), caplog.at_level(logging.INFO):
+        for _ in range(125):
+            serving.now += 0.5
+            serving.step()
+            serving.hooks.after_batch(None, None)
+        for _ in range(300):
+            serving.now += 0.5
+            serving.hooks.after_idle(None, None)
+    return [record.getMessage() for record in caplog.records if "in the last" in record.getMessage()]
+
+
+def test_continuous_logs_a_line_for_each_minute_with_steps(caplog):
+    lines = minutes_logged(Serving(adapt="continuous"), caplog)
+    assert [line.partition(" steps")[0] for line in lines] == [
+        "Expert offload, rank 3: in the last 60 s, 119",  # those whose counts had arrived
+        "Expert offload, rank 3: in the last 60 s, 6",
+    ]
+
+
+@pytest.mark.parametrize("adapt", ["off", "warmup"])
+def test_no_other_mode_logs_a_line_a_minute(caplog, adapt):
+    assert minutes_logged(Serving(adapt=adapt), caplog) == []
+
+
+def test_a_line_that_cannot_be_made_ends_no_server(caplog):
+    serving = Serving(adapt="continuous")
+    serving.rank.manager.begin_serving()
+    serving.rank.manager.minutes._host_free = host_free = Short()
+    host_free.error = OSError(24, "Too many open files")
+    serving.step()
+    serving.hooks.after_idle(None, None)
+    serving.now += 60
+    serving.hooks.after_idle(None, None)
+    assert "logging what a minute brought failed: OSError: [Errno 24]" in caplog.text

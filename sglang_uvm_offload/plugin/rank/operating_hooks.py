@@ -138,6 +138,7 @@ class OperatingHooks:
         if self.metrics is not None:
             self.chores.run("publishing metrics", self.metrics.publish_if_due)
         self.chores.run("reading the routing counts", self.rank.manager.poll_if_due)
+        self.chores.run("logging what a minute brought", self._log_minute)
         for saver in self.rank.savers:
             saver.save_if_due()
 
@@ -145,8 +146,14 @@ class OperatingHooks:
         if self.metrics is not None:
             self.chores.run("publishing metrics", self.metrics.publish_when_idle)
         self.chores.run("reading the routing counts", self.rank.manager.poll_when_idle)
+        self.chores.run("logging what a minute brought", self._log_minute)
         for saver in self.rank.savers:
             saver.save_when_idle()
+
+    def _log_minute(self) -> None:
+        minutes = self.rank.manager.minutes
+        if minutes is not None and (brought := minutes.ended()) is not None:
+            logger.info("Expert offload, rank %d: %s", get_parallel().tp_rank, brought)
 
     def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
         for saver in self.rank.savers:
