@@ -384,6 +384,11 @@ class ExpertLayer:
         return sum(tensor.resident_bytes for tensor in self.tensors)
 
     @property
+    def reclaimable_bytes(self) -> int:
+        """VRAM, at most, that the driver keeps for what left it, in whole blocks."""
+        return sum(tensor.reclaimable_bytes for tensor in self.tensors)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Host RAM that managed experts take."""
         return int(self.offloaded_bytes_by_expert.sum())

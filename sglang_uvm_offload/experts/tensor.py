@@ -31,6 +31,8 @@ class ExpertTensor:
         """``bool[extents]``: the extents in VRAM. One on its way does not count, nor one whose move failed, until a read finds
         it there."""
         self._has_host_room = np.zeros(layout.num_extents, dtype=bool)
+        self._was_in_vram = np.zeros(layout.num_extents, dtype=bool)
+        """Those that are or were there, in whole or in part."""
 
     @classmethod
     def allocated(cls, memory: Memory, name: str, layout: ExpertLayout) -> ExpertTensor:
@@ -42,7 +44,7 @@ class ExpertTensor:
         assert not self.placed
         self.layout = layout
         self.resident = np.zeros(layout.num_extents, dtype=bool)
-        self._has_host_room = self.resident.copy()
+        self._has_host_room, self._was_in_vram = self.resident.copy(), self.resident.copy()
 
     @property
     def address(self) -> int:
@@ -63,6 +65,7 @@ class ExpertTensor:
         """Populate every extent in VRAM or host RAM, as ``resident`` (``bool[extents]``) says, all zeroed; while a model is
         loading, host RAM when its turn comes. Call this before the first byte is written, so that offloaded bytes never pass
         through VRAM and resident ones never take host RAM."""
+        self._was_in_vram = self._was_in_vram | self.written
         if not resident.all():
             self.memory.populate(self.managed, self.layout.spans(~resident))
             self._has_host_room = self._has_host_room | ~resident
@@ -98,6 +101,11 @@ class ExpertTensor:
         """VRAM that resident extents take here, in whole blocks."""
         return self.layout.taken_by(self.resident)
 
+    @property
+    def reclaimable_bytes(self) -> int:
+        """At most so much VRAM does the driver keep for extents that left it, in whole blocks: ``RankStatus`` has more."""
+        return self.layout.taken_by(self._was_in_vram & ~self.resident)
+
     def offloaded_blocks(self) -> np.ndarray:
         """int64: the addresses of the blocks in host RAM."""
         return self.address + self.layout.blocks(~self.resident)
@@ -106,6 +114,8 @@ class ExpertTensor:
         if not extents.any():
             return 0
         self.resident = self.resident & ~extents
+        if location is Location.DEVICE:  # also if it fails on the way
+            self._was_in_vram = self._was_in_vram | extents
         self.memory.place(self.managed, self.layout.spans(extents), location)
         if location is Location.DEVICE:
             self.resident = self.resident | extents

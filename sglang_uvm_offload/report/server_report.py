@@ -50,6 +50,7 @@ def server_report(info: ServerInfo, source: str) -> str:
                     "rank",
                     "experts in VRAM",
                     "in VRAM",
+                    "reclaimable",
                     "in host RAM",
                     "tokens",
                     "hit rate",
@@ -66,6 +67,7 @@ def server_report(info: ServerInfo, source: str) -> str:
             element(
                 "p",
                 "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM, resident or in a slot. "
+                "Reclaimable: VRAM that the driver keeps for experts that left it, until something needs it. "
                 "Zero-copy reads: bytes of offloaded experts that steps read in place over the link, each expert once a step; "
                 "a prefill may read one more often. Streamed: bytes of offloaded experts that were copied over the link into "
                 "VRAM for steps with many tokens, each byte once a step. Into slots: bytes of offloaded experts that steps "
@@ -162,6 +164,7 @@ def _served(rank: RankStatus) -> list[str]:
     return [
         f"{rank.resident_experts} of {experts}",
         size(rank.resident_bytes),
+        "not counted" if rank.reclaimable_bytes is None else f"at most {size(rank.reclaimable_bytes)}",
         size(rank.offloaded_bytes),
         str(rank.tokens),
         percent(past.routed_resident[-1] / past.routed[-1]) if past.routed[-1] else "not counted",

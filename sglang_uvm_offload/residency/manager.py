@@ -288,6 +288,11 @@ class OffloadManager:
         self._check_at = self.clock() + CHECK_SECONDS
         self.mover.submit_check(self.evictions.check, self._layers())
 
+    @property
+    def reclaimable_bytes(self) -> int:
+        """VRAM, at most, that the driver keeps for experts of all models that left it."""
+        return sum(layer.reclaimable_bytes for layer in self._layers())
+
     def _layers(self) -> list[ExpertLayer]:
         return [layer for model in self.models for layer in model.layers]
 

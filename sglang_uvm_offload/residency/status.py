@@ -200,6 +200,10 @@ class RankStatus(Struct, frozen=True):
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""
+    reclaimable_bytes: Count | None = None
+    """VRAM, at most, that the driver keeps for blocks of experts, draft models' too, that were in VRAM since they were placed
+    and are not now (a demoted page keeps its VRAM until something needs it: GPU_STATUS.md). An upper bound, because a plain
+    allocation takes it without notice. None in statistics that earlier versions saved."""
     draft_offloaded_bytes: Count = 0
     draft_hit_rate: Share | None = None
     """As ``hit_rate``, for draft models with offloaded experts; None without any."""
@@ -303,6 +307,7 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         curve=hit_rate_curve(ledger.counted, target),
         profile=manager.residents.profile_verdict,
         evicted_bytes=manager.evictions.evicted_bytes,
+        reclaimable_bytes=manager.reclaimable_bytes,
         link=manager.link,
         plugin_version=__version__,
     )

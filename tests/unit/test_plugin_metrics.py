@@ -68,14 +68,17 @@ def test_a_measured_link_is_shown_in_bytes_a_second_and_another_is_not(served):
     assert shown == {"sequential": 51e9, "scattered": 35e9, "copied": 50e9, "engine": 52e9}
 
 
-def test_moves_are_counted(served):
+def test_moves_are_counted_and_the_vram_that_they_leave_is_shown(served):
     rank, metrics = served
+    metrics.publish()
+    assert sample("reclaimable_bytes") == 0
     rank.step([[7, 6, 5]])
     rank.manager.residents.after_warmup(rank.manager.tokens)
     metrics.publish()
     assert sample("moves_total") == 3 * LAYERS
     assert sample("moved_bytes_total") == 2 * 3 * LAYERS * PAGE_BYTES
     assert sample("moving_seconds_total") > 0
+    assert sample("reclaimable_bytes") == rank.status()["reclaimable_bytes"] == 3 * LAYERS * PAGE_BYTES
 
 
 def test_hit_rate_is_that_of_the_time_since_the_last_report(served):

@@ -86,6 +86,17 @@ def test_a_report_shows_what_was_streamed_beside_what_was_read_in_place():
     assert moved.tolist() == [0, 0]
 
 
+def test_vram_that_experts_left_is_shown_beside_what_is_resident():
+    rank = Rank(config(warmup_tokens=4))
+    rank.step([[7, 6, 5]] * 4)
+    rank.step([[7, 6, 5]])
+    status = rank.status()
+    assert "in VRAM reclaimable in host RAM" in page(status)
+    assert "9 of 24 0.6 MiB at most 0.6 MiB 0.9 MiB" in page(status)
+    del status["reclaimable_bytes"]
+    assert "9 of 24 0.6 MiB not counted 0.9 MiB" in page(status), "statistics of an earlier version are readable"
+
+
 def test_link_time_is_at_the_measured_rate_or_an_assumed_one():
     reason = "4 GPUs share <b>it</b>"
     said = page(stepped(Rank(config(), link=links.status(scattered=0.035, because=(reason,)))))

@@ -42,6 +42,10 @@ class Metrics:
 
         self.resident = gauge("resident_experts", "Experts wholly in VRAM.", layered)
         self.resident_bytes = gauge("resident_bytes", "Bytes of experts in VRAM.")
+        self.reclaimable_bytes = gauge(
+            "reclaimable_bytes",
+            "Bytes of VRAM, at most, that the driver keeps for experts that left it, until something needs it.",
+        )
         self.offloaded_bytes = gauge("offloaded_bytes", "Bytes of experts in host memory.")
         self.hit_rate = gauge("hit_rate", "Share of routed tokens on resident experts or slots since the last report.", layered)
         self.byte_hit_rate = gauge(
@@ -129,6 +133,7 @@ class Metrics:
     def _publish_health(self) -> None:
         layers = self.manager.target.layers
         self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
+        self.reclaimable_bytes.labels(**self.labels).set(self.manager.reclaimable_bytes)
         self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
         self.paused.labels(**self.labels).set(self.manager.paused)
         if (link := self.manager.link) is not None:
