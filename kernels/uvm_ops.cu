@@ -435,17 +435,18 @@ UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int coun
     return error;
 }
 
-// Makes the host the preferred location of the spans, and moves nothing. What is written there before uvm_populate
+// Makes the host the preferred location of the bytes, and moves nothing. What is written there before uvm_populate
 // populates it goes to host pages.
-UVM_API int uvm_prefer_host(int device, char* address, const uvm_span* spans, int count, cudaStream_t caller,
-                            uvm_failure* failure) {
+UVM_API int uvm_prefer_host(int device, char* address, size_t nbytes, cudaStream_t caller, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
     cudaError_t error = refuse_capture(failure, caller);
     if (error != cudaSuccess) return error;
     relaxed_capture relaxed(failure);
     if (relaxed.error != cudaSuccess) return relaxed.error;
-    return advise_all(failure, address, spans, &count, place_host, device);
+    const uvm_span all = {0, nbytes};
+    int count = 1;
+    return advise_all(failure, address, &all, &count, place_host, device);
 }
 
 // Populates in host RAM what of the spans is not populated yet, and returns when it is there. For a thread that

@@ -111,7 +111,8 @@ class SimulatedDriver(EmulatedMemory):
         if self._queue is None:
             self.place(managed, spans, Location.HOST)
             return
-        self.prefer(managed, spans, Location.HOST)
+        check_spans(managed, spans, self.block_bytes)
+        self.prefer(managed, [Span(0, managed.nbytes)], Location.HOST)
         self._queue.append((managed, list(spans)))
 
     def _whole(self, managed: ManagedRange, spans: Sequence[Span]) -> tuple[ManagedRange, list[Span]]:

@@ -160,13 +160,13 @@ class CudaMemory:
             return
         check_spans(managed, spans, BLOCK_BYTES)
         self._populating.check()
-        # Advice splits the driver's range, which copies an entry for each block above (``uvm_va_range_split_blocks``): from the
-        # highest span down, only the first one has all of the allocation above it.
-        downwards = list(reversed(spans))
+        if not spans:
+            return
+        # One call, not one for each span: it waits for the lock of the address space, which whatever populates holds.
         try:
-            self._ops.prefer_host(self.device, managed.address, [_whole(span) for span in downwards], self._caller())
+            self._ops.prefer_host(self.device, managed.address, whole_blocks(managed.nbytes), self._caller())
         except CudaFailure as failure:
-            raise _failed_on(failure, managed, downwards, Location.HOST) from failure
+            raise _failed_on(failure, managed, [Span(0, managed.nbytes)], Location.HOST) from failure
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:

@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
     "uvm_free": [c_int, c_void_p],
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
-    "uvm_prefer_host": [c_int, c_void_p, POINTER(_Span), c_int, c_void_p],
+    "uvm_prefer_host": [c_int, c_void_p, c_size_t, c_void_p],
     "uvm_populate": [c_int, c_void_p, POINTER(_Span), c_int],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_char_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
@@ -121,9 +121,9 @@ class CudaOps:
         """Advise and prefetch all spans, and wait until they have arrived."""
         self._call("uvm_place", device, address, _array(spans), len(spans), self._places[location], caller)
 
-    def prefer_host(self, device: int, address: int, spans: Sequence[Span], caller: int) -> None:
-        """Advise all spans to prefer host RAM, and move nothing."""
-        self._call("uvm_prefer_host", device, address, _array(spans), len(spans), caller)
+    def prefer_host(self, device: int, address: int, nbytes: int, caller: int) -> None:
+        """Advise these bytes to prefer host RAM, and move nothing."""
+        self._call("uvm_prefer_host", device, address, nbytes, caller)
 
     def populate(self, device: int, address: int, spans: Sequence[Span]) -> None:
         """Prefetch all spans to host RAM, and wait until they are there. Any thread may that captures no graph."""

@@ -122,8 +122,9 @@ class Memory(Protocol):
 
     def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
         """Make host RAM the preferred location of the spans, at once, and populate them there, zeroed. While a model is
-        ``loading`` that may go on after the return, in the order of the calls; whoever writes meanwhile keeps what was written,
-        in host RAM. Until it is over, ``place`` none of the spans. A range that is freed meanwhile is left alone. Raises what a
+        ``loading``, all of the range prefers host RAM from here on, so ``place`` afterwards what is to be in VRAM; and
+        populating may go on after the return, in the order of the calls: whoever writes meanwhile keeps what was written, in
+        host RAM. Until it is over, ``place`` none of the spans. A range that is freed meanwhile is left alone. Raises what a
         call before it failed with."""
 
     def wait_until_populated(self, address: int | None = None) -> None:

@@ -72,8 +72,7 @@ def test_pages_prefer_the_host_at_once_and_are_populated_by_a_thread_of_the_gpu_
     assert found == [
         "malloc",
         "SetAccessedBy device [0, 20)",
-        "SetPreferredLocation host [4, 20)",
-        "SetPreferredLocation host [0, 2)",
+        "SetPreferredLocation host [0, 20)",
         "write 19",
         "write 0",
         "prefetch host [0, 2)",
@@ -102,6 +101,35 @@ def test_what_it_populates_is_on_a_stream_of_its_own(standin):
     streams = {call["location"]: call["stream"] for call in ran.named("cudaMemPrefetchAsync")}
     made = [call["stream"] for call in ran.named("cudaStreamCreateWithFlags") if call["flags"] == 1]
     assert [streams["host"], streams["device"]] == made
+
+
+def test_while_a_model_loads_scattered_residents_take_one_advice_each_and_one_for_all_others(standin):
+    """Each waits for what is being populated."""
+    ran = standin.run(
+        """
+        import numpy as np
+        from sglang_uvm_offload.experts.tensor import ExpertTensor
+        from sglang_uvm_offload.memory.layout import ExpertLayout
+        memory = CudaMemory()
+        tensor = ExpertTensor.allocated(memory, "w13", ExpertLayout(9, 2 * BLOCK))
+        kept = tensor.bytes()
+        with memory.loading():
+            tensor.place(np.arange(9) % 2 == 1)
+        kept.fill_(7)
+        in_vram = memory.in_vram([(tensor.managed, at * BLOCK) for at in range(18)])
+        print(json.dumps([np.flatnonzero(in_vram).tolist(), tensor.resident.tolist()]))
+        """
+    )
+    blocks, resident = ran.said
+    assert resident == [False, True] * 4 + [False]
+    assert blocks == [2, 3, 6, 7, 10, 11, 14, 15]
+    begin = max(call["address"] for call in ran.named("cudaMallocManaged") if call["nbytes"] == 18 * BLOCK)
+    advised = [call for call in ran.named("cudaMemAdvise") if 0 <= call["address"] - begin < 18 * BLOCK]
+    preferred = [call for call in advised if call["advice"] == "SetPreferredLocation"]
+    assert [((call["address"] - begin) // BLOCK, call["nbytes"] // BLOCK, call["location"]) for call in preferred] == [
+        (0, 18, "host"),
+        *((at, 2, "device") for at in (2, 6, 10, 14)),
+    ]
 
 
 @pytest.mark.parametrize("when", ["before a load", "after a load", "without a tensor"])
