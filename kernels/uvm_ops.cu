@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdio>
 #include <mutex>
+#include <system_error>
+#include <thread>
 
 #define UVM_API extern "C" __attribute__((visibility("default")))
 
@@ -114,6 +116,7 @@ constexpr int timing_lines = 3;
 constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
 constexpr int max_counted = 128;        // layers
 constexpr int max_copies = 32;          // tensors of one layer
+constexpr int max_readers = 16;         // threads of the CPU
 constexpr int max_pieces = 1 << 14;     // of one copy, whose place can be told
 constexpr size_t copy_piece = 2 << 20;  // what the driver keeps in one place
 constexpr int copy_threads = 256;
@@ -449,16 +452,54 @@ UVM_API int uvm_prefer_host(int device, char* address, size_t nbytes, cudaStream
     return advise_all(failure, address, &all, &count, place_host, device);
 }
 
-// Populates in host RAM what of the spans is not populated yet, and returns when it is there. For a thread that
-// launches nothing, so it has no stream that could be capturing.
-UVM_API int uvm_populate(int device, char* address, const uvm_span* spans, int count, uvm_failure* failure) {
+namespace {
+// Reads a byte of every `step`-th block of the spans, from block `first` on. A read changes no byte, whoever writes.
+void read_by_cpu(const char* address, const uvm_span* spans, int count, int first, int step) {
+    int block = 0;
+    for (int i = 0; i < count; i++) {
+        for (size_t at = 0; at < spans[i].nbytes; at += copy_piece) {
+            if (block++ % step == first) (void)*(const volatile char*)(address + spans[i].offset + at);
+        }
+    }
+}
+
+// The same of all blocks, by `readers` threads. They call no CUDA.
+void read_by_threads(const char* address, const uvm_span* spans, int count, int readers) {
+    std::thread others[max_readers];
+    for (int i = 1; i < readers; i++) {
+        try {
+            others[i] = std::thread(read_by_cpu, address, spans, count, i, readers);
+        } catch (const std::system_error&) {  // no more threads may start
+            read_by_cpu(address, spans, count, i, readers);
+        }
+    }
+    read_by_cpu(address, spans, count, 0, readers);
+    for (std::thread& each : others) {
+        if (each.joinable()) each.join();
+    }
+}
+}  // namespace
+
+// Populates in host RAM what of the spans is not populated yet, and returns when it is there. All of it prefers the
+// host. For a thread that launches nothing, so it has no stream that could be capturing.
+// The first read of a block by the CPU takes all of it, zeroed, in the largest pieces that host RAM has, on the NUMA
+// node that the block prefers, and maps it for the GPU (open kernel modules, 580.95.05:
+// `uvm_perf_prefetch_prenotify_fault_migrations` of uvm_perf_prefetch.c; `block_populate_pages_cpu`,
+// `block_select_node_residency` and `block_service_finish_map_accessed_by` of uvm_va_block.c). It takes no lock of the
+// driver's library, and that of the address space only to read. The prefetch finds this, and makes what is missing: of
+// a block that was written before, or by a driver with other rules. Host RAM for the spans must be free: where there is
+// none a prefetch fails, but the kernel repeats the read, or kills a process.
+UVM_API int uvm_populate(int device, char* address, const uvm_span* spans, int count, int readers,
+                         uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
     relaxed_capture relaxed(failure);
     if (relaxed.error != cudaSuccess) return relaxed.error;
+    if (readers < 0 || readers > max_readers) return fail(failure, "uvm_populate", -1, cudaErrorInvalidValue);
     cudaStream_t stream = nullptr;
     cudaError_t error = prefetch_stream(failure, device, populating, &stream);
     if (error != cudaSuccess) return error;
+    if (readers > 0) read_by_threads(address, spans, count, readers);
     return prefetch_all(failure, address, spans, &count, place_host, device, stream);
 }
 

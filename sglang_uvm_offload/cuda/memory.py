@@ -34,6 +34,12 @@ logger = logging.getLogger(__name__)
 LOOK_BYTES = 48 << 20
 """After so many bytes are populated the host RAM that is left is looked up: a look takes as long as a few MiB of them."""
 
+READERS = 4
+"""Threads that read a byte of each block to populate it. On an H200, 1, 2, 4 and 8 threads that wrote a byte of each page of
+4 KiB populated 3.2, 4.9, 6.9 and 8.8 GB/s, and one that prefetched 5.4 (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log).
+There are no figures yet of threads that read, with a prefetch behind them. Not eight, because SGLang reads its checkpoint
+meanwhile."""
+
 
 class _Owner:
     """Keeps a range alive: torch reads the address here, and holds this object while a tensor over the range lives."""
@@ -177,7 +183,7 @@ class CudaMemory:
                 reason = f"{size(left)} of host RAM is left, and {size(HOST_LEFT_BYTES)} must stay free"
                 raise ManagedMemoryError("populate", managed.name, spans[0], reason)
         try:
-            self._ops.populate(self.device, managed.address, [_whole(span) for span in spans])
+            self._ops.populate(self.device, managed.address, [_whole(span) for span in spans], READERS)
         except CudaFailure as failure:
             raise _failed_on(failure, managed, spans, Location.HOST) from failure
 

@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_free": [c_int, c_void_p],
     "uvm_place": [c_int, c_void_p, POINTER(_Span), c_int, c_int, c_void_p],
     "uvm_prefer_host": [c_int, c_void_p, c_size_t, c_void_p],
-    "uvm_populate": [c_int, c_void_p, POINTER(_Span), c_int],
+    "uvm_populate": [c_int, c_void_p, POINTER(_Span), c_int, c_int],
     "uvm_time_reads": [c_int, c_void_p, c_int, c_void_p],
     "uvm_copy_layer": [c_int, POINTER(_Copy), c_int, c_char_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_read_pieces": [c_void_p, c_int, c_size_t, c_void_p, c_void_p],
@@ -125,9 +125,11 @@ class CudaOps:
         """Advise these bytes to prefer host RAM, and move nothing."""
         self._call("uvm_prefer_host", device, address, nbytes, caller)
 
-    def populate(self, device: int, address: int, spans: Sequence[Span]) -> None:
-        """Prefetch all spans to host RAM, and wait until they are there. Any thread may that captures no graph."""
-        self._call("uvm_populate", device, address, _array(spans), len(spans))
+    def populate(self, device: int, address: int, spans: Sequence[Span], readers: int) -> None:
+        """Populate all spans, which prefer host RAM, there, and wait until they are: by ``readers`` threads (0 to 16) that read
+        a byte of each block, then by a prefetch. Any thread may that captures no graph. Host RAM must be free: a read that
+        finds none may never return."""
+        self._call("uvm_populate", device, address, _array(spans), len(spans), readers)
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
         """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)

@@ -247,3 +247,82 @@ def test_it_goes_on_while_a_graph_is_captured_and_takes_no_new_range_there(stand
     assert "capturing a CUDA graph" in ran.said
     calls = [call["call"] for call in ran.calls]
     assert "cudaMemPrefetchAsync" in calls[calls.index("cudaStreamBeginCapture") : calls.index("cudaStreamEndCapture")]
+
+
+READ = """
+        import ctypes, resource
+        libc = ctypes.CDLL(None)
+        memory = CudaMemory()
+        it = memory.allocate(12 * BLOCK, "w13")
+        def touched():
+            found = np.zeros(it.nbytes // 4096, dtype=np.uint8)
+            vector = found.ctypes.data_as(ctypes.c_void_p)
+            assert libc.mincore(ctypes.c_void_p(it.address), ctypes.c_size_t(it.nbytes), vector) == 0
+            return np.flatnonzero((found & 1).reshape(12, -1).any(axis=1)).tolist()
+        def populate(readers):
+            try:
+                spans = [Span(0, BLOCK), Span(3 * BLOCK, 5 * BLOCK), Span(11 * BLOCK, BLOCK)]
+                memory._ops.populate(0, it.address, spans, readers)
+            except CudaFailure as failure:
+                assert failure.call == "cudaMemPrefetchAsync", failure
+"""
+"""The prefetch fails, so that only reads can have touched anything."""
+
+
+@pytest.mark.parametrize("readers", [0, 1, 2, 3, 7, 16])
+def test_threads_read_each_block_before_the_prefetch_and_no_other(standin, readers):
+    ran = standin.run(
+        READ + f"\n        populate({readers})\n        print(json.dumps(touched()))", fail="cudaMemPrefetchAsync:1:2"
+    )
+    assert ran.said == ([0, 3, 4, 5, 6, 7, 11] if readers else [])
+
+
+def test_where_no_thread_can_start_the_caller_reads_all_blocks(standin):
+    ran = standin.run(
+        READ
+        + """
+        import threading
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
+        try:
+            threading.Thread(target=print).start()
+            started = True
+        except RuntimeError:
+            started = False
+        populate(8)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        print(json.dumps([started, touched()]))
+        """,
+        fail="cudaMemPrefetchAsync:1:2",
+    )
+    assert ran.said == [False, [0, 3, 4, 5, 6, 7, 11]], ran.err
+
+
+@pytest.mark.parametrize("readers", [-1, 17])
+def test_more_readers_than_there_may_be_are_refused(standin, readers):
+    ran = standin.run(
+        READ
+        + f"""
+        try:
+            memory._ops.populate(0, it.address, [Span(0, BLOCK)], {readers})
+        except CudaFailure as failure:
+            print(json.dumps([failure.call, touched()]))
+        """
+    )
+    assert ran.said == ["uvm_populate", []]
+
+
+def test_while_a_model_loads_each_piece_is_read_before_it_is_prefetched(standin):
+    ran = standin.run(
+        READ
+        + """
+        tensor = memory.tensor(it)
+        try:
+            with memory.loading():
+                memory.populate(it, [Span(0, 12 * BLOCK)])
+        except ManagedMemoryError:
+            print(json.dumps(touched()))
+        """,
+        fail="cudaMemPrefetchAsync:1:2",
+    )
+    assert ran.said == [*range(8)]
