@@ -20,11 +20,11 @@ beside() { # SECTION:PART...     in which no time is measured: all at once
 }
 
 beside server:fp8 server:bf16 &    # by the CPU
-measure . ops:contract ops:canary || failed=1    # bytes that are written while their pages are populated; a capture beside moves
+measure . ops:contract ops:canary ops:load || failed=1    # bytes that are written while their pages are populated; a capture beside moves
 wait
 measure . server:decode server:link || failed=1    # the timer by streamed answers: all resident, paged experts, this plugin, slots, no buffers
 measure . slots runners:link runners:triton || failed=1    # microseconds of resolving; rates and bytes of copied rows; FP8 out of slots
-measure . ops:link ops:reach ops:sustained || failed=1    # experts that lie far apart; moves all the time
+measure . ops:link ops:reach ops:populate ops:sustained || failed=1    # experts that lie far apart; reads that populate; moves all the time
 beside modes:gptq modes:ngrams modes:cache modes:tma modes:sleep    # equal answers
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
 measure . server:most || failed=1    # 78 % resident; long prompts that stream; loading, populated meanwhile

@@ -94,6 +94,12 @@ def far_apart(rows: PartRows) -> Ratio | None:
     return compared(scattered, neighbours)
 
 
+def by_readers(rows: PartRows) -> Ratio | None:
+    """By as many as the plugin has."""
+    readers, alone = (one(rows, "populate", "populate", of="new pages", readers=number) for number in (4, 0))
+    return compared(readers, alone)
+
+
 def resolving(rows: PartRows) -> Ratio | None:
     worst = best(find(rows.get("resolve", ()), "resolve"))
     return (worst["median"], f"{worst['slots']} slots, batch {worst['batch']}: {show(worst)}") if worst else None
@@ -227,6 +233,7 @@ GOALS: dict[str, tuple[Goal, ...]] = {
         Goal("seconds in which eight ranks measure their links, in turn and at once", "<=", 2, seconds_at_start),
         Goal("reads of experts far apart over reads of neighbours, in 24 GiB", ">=", 0.9, far_apart),
         Goal("p99 of replays while 16 MiB move at a time over that while all move in one call", "<=", 1, slow_replays),
+        Goal("populating by 4 threads that read and a prefetch over that by a prefetch alone", ">=", 1.2, by_readers),
     ),
     "slots": (
         Goal("microseconds of a layer to resolve slots with nothing to fill (worst)", "<=", 2, resolving),

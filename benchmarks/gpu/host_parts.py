@@ -14,13 +14,16 @@ from benchmarks.gpu.rows import Rows, run_part
 from benchmarks.gpu.timing import elapsed_ms, gb_per_s
 from sglang_uvm_offload.cuda.link import CudaLinkTimer
 from sglang_uvm_offload.cuda.memory import CudaMemory
-from sglang_uvm_offload.memory.layout import BLOCK_BYTES
+from sglang_uvm_offload.cuda.ops import device_ops
+from sglang_uvm_offload.memory.layout import BLOCK_BYTES, batches
 from sglang_uvm_offload.memory.link import ALONE_SECONDS, TOGETHER_SECONDS, Offloaded
-from sglang_uvm_offload.memory.protocol import Location, Span
+from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Span
 
 MIB, GIB = 1 << 20, 1 << 30
 EXPERT_BYTES = 3 << 19
 REPEATS = 5
+READERS = (0, 1, 2, 4, 8)
+"""0: by a prefetch alone."""
 
 
 def link(rows: Rows) -> None:
@@ -71,7 +74,41 @@ def reach(rows: Rows) -> None:
             rows.put("reach", "GB/s", [each[name] for each in found], of=name, gib=nbytes / GIB)
 
 
-PARTS = {each.__name__: each for each in (link, reach)}
+def populate(rows: Rows) -> None:
+    """In pieces, as while a model loads, by the same function; once more, when all pages are there; and the GPU's reads of
+    them."""
+    nbytes = rows.pick(2 * GIB, 64 * MIB)
+    memory = CudaMemory()
+    for readers in READERS:
+        first: list[float] = []
+        again: list[float] = []
+        read: list[float] = []
+        for _ in range(REPEATS):
+            if rows.late():
+                return
+            managed = memory.allocate(nbytes, "host pages")
+            for took, number in ((first, readers), (again, 0)):
+                took.append(nbytes / populated_in(memory, managed, number) / 1e9)
+            blocks = managed.address + np.arange(0, nbytes, BLOCK_BYTES)
+            timer = CudaLinkTimer(memory.device, [Offloaded(blocks, EXPERT_BYTES)])
+            read.append(timer.rates(ALONE_SECONDS, lambda: None).sequential)
+            if memory.tensor(managed).cpu().any():
+                raise AssertionError(f"pages that {readers} threads populated are not zeroed")
+        for of, values in (("new pages", first), ("pages that are there", again), ("reads by the GPU", read)):
+            rows.put("populate", "GB/s", values, of=of, readers=readers)
+
+
+def populated_in(memory: CudaMemory, managed: ManagedRange, readers: int) -> float:
+    """Seconds."""
+    ops, nbytes = device_ops(memory.device), managed.nbytes
+    ops.prefer_host(memory.device, managed.address, nbytes, torch.cuda.current_stream().cuda_stream)
+    began = time.perf_counter()
+    for piece in batches([Span(0, nbytes)]):
+        ops.populate(memory.device, managed.address, piece, readers)
+    return time.perf_counter() - began
+
+
+PARTS = {each.__name__: each for each in (link, reach, populate)}
 
 if __name__ == "__main__":
     run_part(PARTS)

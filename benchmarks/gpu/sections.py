@@ -57,6 +57,7 @@ OPS = Section(
         Part("canary", "canary_parts", 10, 60, 0.1, 1, "whether a launcher's look at the GPU leaves a context there"),
         LINK,
         Part("reach", "host_parts", 20, 90, 24, 26, "whether experts far apart in 24 GiB are read as fast as neighbours"),
+        Part("populate", "host_parts", 20, 60, 2, 3, "whether threads that read populate host RAM faster than a prefetch"),
         Part("sustained", "ops_parts", 10, 40, 0.7, 1, "how many bytes may move in one call while steps run"),
     ),
 )

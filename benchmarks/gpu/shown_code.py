@@ -19,6 +19,7 @@ KERNELS = "kernels/uvm_ops.cu"
 PACKAGE = "sglang_uvm_offload"
 CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "moves": {KERNELS: ("uvm_allocate", "uvm_place")},
+    "populating": {KERNELS: ("uvm_prefer_host", "uvm_populate")},
     "copies": {KERNELS: ("uvm_copy_layer", "uvm_copy_kernel")},
     "copy blocks": {f"{PACKAGE}/memory/staging.py": ()},
     "threshold": {f"{PACKAGE}/plan/streaming.py": ()},

@@ -137,7 +137,7 @@ def test_a_dry_run_goes_on_after_a_failure_and_names_it(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.canary_parts", SimpleNamespace(PARTS={}))
     assert dry_run.main(["slots_parts", "canary_parts", "host_parts"]) == 1
     out, err = capfd.readouterr()
-    assert "== host_parts: link, reach\n" in out
+    assert "== host_parts: link, reach, populate\n" in out
     assert "no such kernel" in err
     assert "canary_parts has no part {'canary'}" in err
     assert err.splitlines()[-1] == "dry run failed in slots_parts, canary_parts"
@@ -204,6 +204,7 @@ def test_every_way_and_every_arm_is_run(ran):
     assert values("ops", "link", "link", "of") == {"sequential", "scattered", "copied", "engine"}
     assert values("ops", "link", "link_seconds", "of") == {"one rank alone", "all at once"}
     assert values("ops", "reach", "reach", "gib") == {8 / 1024, 32 / 1024}
+    assert values("ops", "populate", "populate", "readers") == {0, 1, 2, 4, 8}
     assert values("ops", "sustained", "sustained", "moves") == {"none", *(f"{mib} MiB a call" for mib in (2, 4, 8))}
     assert values("slots", "resolve", "resolve", "slots") == {64, 192}
     assert values("slots", "fill", "fill", "way") == {"slots", "copy kernel"}
@@ -842,6 +843,11 @@ def test_the_link_is_judged_by_what_pinned_memory_and_neighbours_reach(modules):
     replays = [row("sustained", [ms], figure="p99", moves=moves) for moves, ms in sizes]
     assert judged(modules, "ops", 4, {"sustained": replays})["ratio"] == pytest.approx(0.8)
     assert judged(modules, "ops", 4, {})["ratio"] is None
+    rates = {0: 5.0, 1: 3.0, 4: 7.0, 8: 8.0}
+    populated = [row("populate", [rate], of="new pages", readers=readers) for readers, rate in rates.items()]
+    again = row("populate", [50.0], of="pages that are there", readers=4)
+    assert judged(modules, "ops", 5, {"populate": [again, *populated]})["ratio"] == pytest.approx(1.4)
+    assert judged(modules, "ops", 5, {})["ratio"] is None
 
 
 @pytest.mark.parametrize(("ms", "met"), [(2.2, True), (2.4, False)])

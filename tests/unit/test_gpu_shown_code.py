@@ -26,7 +26,7 @@ def changed(path: str, old: str, new: str) -> set[str]:
         (KERNELS, "found = find_piece(", "found = 1 + find_piece(", {"copies"}),
         (KERNELS, "int half_octaves(unsigned x) {", "int half_octaves(unsigned x) {\n    x++;", {"brought", "slots"}),
         (KERNELS, "arrived = read_now(from);", "arrived = 0;", {"read times"}),
-        (KERNELS, "error = prefetch(address + span.offset", "error = prefetch(address", {"moves"}),
+        (KERNELS, "error = prefetch(address + span.offset", "error = prefetch(address", {"moves", "populating"}),
         (
             KERNELS,
             "int clamp(int x, int least, int most) { return",
