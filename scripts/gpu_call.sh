@@ -24,7 +24,7 @@ measure . ops:contract ops:canary ops:load || failed=1    # bytes that are writt
 wait
 measure . server:decode server:link || failed=1    # the timer by streamed answers: all resident, paged experts, this plugin, slots, no buffers
 measure . slots runners:link runners:triton || failed=1    # microseconds of resolving; rates and bytes of copied rows; FP8 out of slots
-measure . ops:link ops:reach ops:populate ops:sustained || failed=1    # experts that lie far apart; reads that populate; moves all the time
+measure . ops:link ops:reach ops:populate ops:writes ops:sustained || failed=1    # experts that lie far apart; reads that populate; writes of loaded weights; moves all the time
 beside modes:gptq modes:ngrams modes:cache modes:tma modes:sleep    # equal answers
 measure . eviction:noticing || failed=1    # looks beside a full link, of which two servers said too much
 measure . server:most || failed=1    # 78 % resident; long prompts that stream; loading, populated meanwhile

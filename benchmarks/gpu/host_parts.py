@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,7 +109,37 @@ def populated_in(memory: CudaMemory, managed: ManagedRange, readers: int) -> flo
     return time.perf_counter() - began
 
 
-PARTS = {each.__name__: each for each in (link, reach, populate)}
+def writes(rows: Rows) -> None:
+    """As SGLang's loader writes weights, from plain memory: by ``copy_``, and by the CPU itself."""
+    nbytes = rows.pick(512 * MIB, 8 * MIB)
+    memory = CudaMemory()
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    for where in Location:
+        managed = memory.allocate(nbytes, "weights")
+        memory.place(managed, [Span(0, nbytes)], where)
+        mine = memory.tensor(managed)
+        rows.put("writes", "GB/s", written(source, mine), of=f"copy_ into {where.value}")
+        if where is Location.HOST:
+            mine.zero_()
+            torch.cuda.synchronize()
+            by_cpu = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(managed.address), dtype=torch.uint8)
+            rows.put("writes", "GB/s", written(source, by_cpu), of=f"the CPU into {where.value}")
+        if not torch.equal(mine.cpu(), source):
+            raise AssertionError(f"{where.value} holds other bytes than were written")
+
+
+def written(source: torch.Tensor, target: torch.Tensor) -> list[float]:
+    """GB/s."""
+    rates = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        rates.append(source.nbytes / (time.perf_counter() - began) / 1e9)
+    return rates
+
+
+PARTS = {each.__name__: each for each in (link, reach, populate, writes)}
 
 if __name__ == "__main__":
     run_part(PARTS)

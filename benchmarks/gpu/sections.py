@@ -58,6 +58,7 @@ OPS = Section(
         LINK,
         Part("reach", "host_parts", 20, 90, 24, 26, "whether experts far apart in 24 GiB are read as fast as neighbours"),
         Part("populate", "host_parts", 20, 60, 2, 3, "whether threads that read populate host RAM faster than a prefetch"),
+        Part("writes", "host_parts", 8, 40, 0.5, 2, "whether the CPU should write loaded weights into host RAM itself"),
         Part("sustained", "ops_parts", 10, 40, 0.7, 1, "how many bytes may move in one call while steps run"),
     ),
 )

@@ -137,7 +137,7 @@ def test_a_dry_run_goes_on_after_a_failure_and_names_it(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "benchmarks.gpu.canary_parts", SimpleNamespace(PARTS={}))
     assert dry_run.main(["slots_parts", "canary_parts", "host_parts"]) == 1
     out, err = capfd.readouterr()
-    assert "== host_parts: link, reach, populate\n" in out
+    assert "== host_parts: link, reach, populate, writes\n" in out
     assert "no such kernel" in err
     assert "canary_parts has no part {'canary'}" in err
     assert err.splitlines()[-1] == "dry run failed in slots_parts, canary_parts"
@@ -205,6 +205,7 @@ def test_every_way_and_every_arm_is_run(ran):
     assert values("ops", "link", "link_seconds", "of") == {"one rank alone", "all at once"}
     assert values("ops", "reach", "reach", "gib") == {8 / 1024, 32 / 1024}
     assert values("ops", "populate", "populate", "readers") == {0, 1, 2, 4, 8}
+    assert values("ops", "writes", "writes", "of") == {"copy_ into device", "copy_ into host", "the CPU into host"}
     assert values("ops", "sustained", "sustained", "moves") == {"none", *(f"{mib} MiB a call" for mib in (2, 4, 8))}
     assert values("slots", "resolve", "resolve", "slots") == {64, 192}
     assert values("slots", "fill", "fill", "way") == {"slots", "copy kernel"}
