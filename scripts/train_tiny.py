@@ -1,6 +1,7 @@
 """Train the tiny model of GLM-4.5 architecture that the quickstart and the tests serve, on one core of a CPU, in minutes.
 
     python -m scripts.train_tiny scripts/tiny
+    python -m scripts.train_tiny /tmp/deep --shape deep
 
 It learns two topics, English prose and Python code, from the standard library of the Python that runs it (PSF licence). Prose
 is the sentences of docstrings and of ``pydoc_data.topics``; code is functions and classes without docstrings and comments. Half
@@ -11,6 +12,8 @@ The model is ``Glm4MoeForCausalLM`` of transformers: a sigmoid router whose top-
 There is no balancing loss. Each step moves the biases towards equal load over both topics together, as published models of this
 architecture were trained, so each topic may have experts of its own.
 
+``--shape deep`` has more MoE layers, of more experts, and trains for most of an hour: for what depends on several of them.
+
 Everything is seeded: the same Python, PyTorch, transformers and tokenizers on the same kind of CPU give the same files. The
 checkpoint's README.md names the versions and has the measured perplexity and routing.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import hashlib
 import json
 import math
@@ -43,6 +47,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from scripts.make_checkpoint import END, FAMILIES, ROLES, Shape, save_tokenizer
 
 SHAPE = Shape(layers=3, hidden=128, heads=2, kv_heads=1, experts=16, top_k=2, expert_size=256, dense_size=256)
+SHAPES = {"tiny": SHAPE, "deep": dataclasses.replace(SHAPE, layers=9, experts=32, top_k=4)}
 DENSE_LAYERS = 1  # the first
 VOCAB = 2048
 TOPICS = ("prose", "code")
@@ -150,8 +155,8 @@ def stream(tokenizer: Tokenizer, topic: str, documents: list[tuple[str, str]], c
 # ---------------------------------------------------------------- model
 
 
-def config() -> dict[str, Any]:
-    return FAMILIES["glm4_moe"].config(SHAPE) | {
+def config(shape: Shape = SHAPE) -> dict[str, Any]:
+    return FAMILIES["glm4_moe"].config(shape) | {
         "vocab_size": VOCAB,
         "first_k_dense_replace": DENSE_LAYERS,
         "routed_scaling_factor": 1.0,
@@ -161,8 +166,8 @@ def config() -> dict[str, Any]:
     }
 
 
-def make_model() -> transformers.Glm4MoeForCausalLM:
-    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**config()))
+def make_model(shape: Shape = SHAPE) -> transformers.Glm4MoeForCausalLM:
+    return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(**config(shape)))
 
 
 class Routing:
@@ -175,10 +180,10 @@ class Routing:
             gate.register_forward_hook(lambda _module, _inputs, outputs, index=index: self.count(index, outputs[2]))
 
     def clear(self) -> None:
-        self.counts = torch.zeros(len(self.gates), SHAPE.experts)
+        self.counts = torch.zeros(len(self.gates), len(self.gates[0].weight))
 
     def count(self, index: int, chosen: torch.Tensor) -> None:
-        self.counts[index] += torch.bincount(chosen.flatten(), minlength=SHAPE.experts)
+        self.counts[index] += torch.bincount(chosen.flatten(), minlength=self.counts.shape[1])
 
     def balance(self) -> None:
         """Move each expert's bias a step towards the mean load."""
@@ -266,7 +271,7 @@ def served(counts: torch.Tensor, by: torch.Tensor) -> float:
     return (counts.gather(1, best).sum() / counts.sum()).item()
 
 
-def readme(figures: str, trained: dict[str, list[tuple[str, str]]], tensors: Path, steps: int) -> str:
+def readme(shape: Shape, figures: str, trained: dict[str, list[tuple[str, str]]], tensors: Path, steps: int) -> str:
     text = "".join(f"{topic}{name}{text}" for topic in TOPICS for name, text in trained[topic])
     size = ", ".join(f"{sum(len(text) for _, text in trained[topic]) / 1e6:.1f} MB of {topic}" for topic in TOPICS)
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, transformers {transformers.__version__}, "
@@ -276,8 +281,8 @@ def readme(figures: str, trained: dict[str, list[tuple[str, str]]], tensors: Pat
 
 Written by `scripts/train_tiny.py` ({steps} steps), this page too. It is for tests and for trying things out: it knows little.
 
-- Architecture: `Glm4MoeForCausalLM`, {SHAPE.layers} layers of which {SHAPE.layers - DENSE_LAYERS} have {SHAPE.experts} routed
-  experts, {SHAPE.top_k} for each token, and a shared one; bfloat16. An expert's projections have 64 KiB or more, the least
+- Architecture: `Glm4MoeForCausalLM`, {shape.layers} layers of which {shape.layers - DENSE_LAYERS} have {shape.experts} routed
+  experts, {shape.top_k} for each token, and a shared one; bfloat16. An expert's projections have 64 KiB or more, the least
   that is offloaded.
 - Text: {size}, from Python's standard library: its docstrings and help topics
   (`pydoc_data.topics`), and its source without docstrings and comments.
@@ -317,23 +322,24 @@ def measure(folder: Path, held: dict[str, list[tuple[str, str]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: tiny")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"default: {STEPS}")
     args = parser.parse_args()
     torch.manual_seed(SEED)
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
-    folder = args.out
+    folder, shape = args.out, SHAPES[args.shape]
     folder.mkdir(parents=True, exist_ok=True)
     train, held = corpus()
     tokenizer = make_tokenizer(train)
     save_tokenizer(tokenizer, folder)
-    (folder / "config.json").write_text(json.dumps(config(), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(config(shape), indent=1) + "\n")
     (folder / "held_out.json").write_text(json.dumps(excerpts(held), indent=1) + "\n")
-    model = make_model()
+    model = make_model(shape)
     train_model(model, [stream(tokenizer, topic, train[topic], CHAT) for topic in TOPICS], args.steps)
     save_weights(model, folder)
     figures = measure(folder, held)
-    (folder / "README.md").write_text(readme(figures, train, folder / "model.safetensors", args.steps))
+    (folder / "README.md").write_text(readme(shape, figures, train, folder / "model.safetensors", args.steps))
     print(figures)
 
 
