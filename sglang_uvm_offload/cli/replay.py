@@ -1,7 +1,8 @@
 """The ``replay`` command: replays a routing trace through the shipped policy and the baselines, as a table or JSON.
 
 ``--slots`` shows how to split the VRAM between residents and slots; ``--into`` stores the best split in a profile.
-``--draft-acceptance`` shows what each number of draft tokens reads for each token that is kept.
+``--draft-acceptance`` shows what each number of draft tokens reads for each token that is kept. For a trace with guesses, the
+table of the policies is followed by how many of their misses these foresee.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from msgspec.structs import asdict
 
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.replay import room
-from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED
-from sglang_uvm_offload.replay.results import DraftReads, Replay, Scope, Split
+from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED, SLOTS
+from sglang_uvm_offload.replay.results import DraftReads, Foreseen, Replay, Scope, Split
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, reason
 from sglang_uvm_offload.routing.profile_file import add_slot_share
 from sglang_uvm_offload.routing.trace import Trace
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         room.check(trace, args.batch, _policies(args) if mode is _replay else ())
         scored = _scope(args, trace)
         name, found, text = mode(args, trace, scored)
+        guessed = _lookahead(args, trace, scored) if mode is _replay else []
     except (ValueError, OSError, MemoryError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
         complain(f"cannot replay {args.trace}: {said or type(error).__name__}")
@@ -90,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         _progress("")
     content = {"trace": str(args.trace), "scored": scored, name: found}
+    if guessed:
+        content["lookahead"], text = guessed, f"{text}\n\n{lookahead_table(guessed, trace)}"
     say(json.dumps(content, indent=1, default=asdict) if args.json else f"{described(scored)}\n\n{text}")
     return 0
 
@@ -110,6 +114,17 @@ def _replay(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
         _progress(f"replaying {policy}, {index + 1} of {len(policies)} policies, {scored.steps + scored.warmup_steps} steps")
         results.append(replay(trace, policy, *_setting(args, scored)))
     return "results", results, f"{table(results)}\n\n{legend(policies)}"
+
+
+def _lookahead(args: argparse.Namespace, trace: Trace, scored: Scope) -> list[Foreseen]:
+    """Of the policies that bring experts; nothing for a trace without guesses."""
+    from sglang_uvm_offload.replay.lookahead import foreseen
+
+    found: list[Foreseen] = []
+    for policy in [] if trace.guesses is None else [name for name in (SLOTS, SHIPPED) if name in _policies(args)]:
+        _progress(f"replaying {policy} with the guesses, {scored.steps + scored.warmup_steps} steps")
+        found += foreseen(trace, policy, args.residency, args.batch, args.warmup_fraction)
+    return found
 
 
 def _slots(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
@@ -261,6 +276,28 @@ def table(results: list[Replay]) -> str:
         for result in results
     ]
     return _aligned(rows)
+
+
+def lookahead_table(found: Sequence[Foreseen], trace: Trace) -> str:
+    rows = [("misses of", "guesses", "layers ahead", "misses/step", "brought/step", "recall", "precision")]
+    rows += [
+        (
+            each.policy,
+            each.predictor,
+            "" if each.distance is None else str(each.distance),
+            f"{each.misses_per_step:.3f}",
+            f"{each.brought_per_step:.3f}",
+            f"{100 * each.recall:.1f} %",
+            f"{100 * each.precision:.1f} %",
+        )
+        for each in found
+    ]
+    assert trace.guesses is not None
+    folded = int(trace.guesses.folded.any(axis=1).sum())
+    return (
+        f"{_aligned(rows)}\n\nOf the layers that are guessed. What a guess brings is taken to be in time and evicts nothing.\n"
+        f"In {folded} of {trace.num_layers} layers the earlier router's input was scaled by the ratio of both layers' norms."
+    )
 
 
 def drafts_table(found: Sequence[DraftReads], step_ms: float | None) -> str:

@@ -182,9 +182,13 @@ ATTRIBUTES = {
     ),
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmMoeQuantInfo": "w13_scale w13_weight w2_scale w2_weight",
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerInput": "m_indices use_masked_gemm",
+    "sglang.srt.layers.layernorm.RMSNorm": "has_weight weight",
+    "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatchOutput": "hidden_states",
     "sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatcher": "skip_local_expert_mapping",
     "sglang.srt.layers.moe.topk.TopK": "topk_config",
-    "sglang.srt.layers.moe.topk.TopKConfig": "output_format runner_backend",
+    "sglang.srt.layers.moe.topk.TopKConfig": (
+        "correction_bias num_expert_group output_format runner_backend scoring_func topk_group use_grouped_topk"
+    ),
     "sglang.srt.layers.moe.utils.MoeA2ABackend": "is_none",
     "sglang.srt.layers.moe.utils.MoeRunnerBackend": (
         "is_deep_gemm is_experimental_sgl_trtllm is_flashinfer_mxfp4 is_flashinfer_trtllm is_marlin is_triton is_triton_kernels"

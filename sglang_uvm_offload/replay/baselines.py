@@ -28,6 +28,9 @@ class Served:
 
 
 class ReplayPolicy(Protocol):
+    @property
+    def resident(self) -> np.ndarray: ...
+
     def step(self, activated: np.ndarray) -> Served: ...
 
 

@@ -57,6 +57,24 @@ class DraftReads(Struct, frozen=True):
     """The time of its share of a step: on the link, and of what a step takes beside."""
 
 
+class Foreseen(Struct, frozen=True):
+    """Of the misses of the layers that a predictor guesses, on average over the scored steps."""
+
+    policy: str
+    predictor: str
+    distance: int | None
+    """The MoE layers by which a guess comes before its layer; None for a predictor for comparison."""
+    layers: int
+    """Those that are guessed."""
+    misses_per_step: float
+    brought_per_step: float
+    """Guessed experts that are not held."""
+    recall: float
+    """The share of the misses that are brought."""
+    precision: float
+    """The share of what is brought that is a miss."""
+
+
 class Scope(Struct, frozen=True):
     """What a replay scores, and the hardware that it takes."""
 

@@ -1,6 +1,7 @@
 """Recording which experts each decoded token used, on the compute device, inside CUDA graphs too.
 
-Each layer copies its ids to a buffer on the device; that copy is captured with the layer. After a step's launch, its rows are
+Each layer copies its ids to a buffer on the device, and beside them what it guesses of the layers that follow; these copies are
+captured with the layer. After a step's launch, its rows are
 copied to pinned host memory in stream order, and read there some steps later, when an event shows their arrival. No step waits
 for that.
 """
@@ -19,26 +20,44 @@ import torch
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.routing.counts import IdFormat
+from sglang_uvm_offload.routing.guesses import Guesses
 from sglang_uvm_offload.routing.trace import TRACE_FILE, Trace
 from sglang_uvm_offload.units import size
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
-"""Host memory for ids; recording stops when it is full. Writing the file temporarily takes up to 1.5 times as much."""
+"""Host memory for ids and guesses; recording stops when it is full. Writing the file takes up to 1.5 times as much for a
+while."""
 RING_STEPS = 4
 """Steps whose ids may be in flight to the host. SGLang launches at most one step before it reads the tokens of the last."""
 
 
-class TokenLog:
-    """The ids of decoded tokens in order of arrival, and the request of each. It is append-only, so another thread can read a
-    prefix while it grows."""
+@dataclass(frozen=True, eq=False)
+class Guessing:
+    """What is guessed: ``most`` experts of each layer at each distance. ``folded``: as in ``Guesses``."""
 
-    def __init__(self, num_layers: int, num_experts: int, top_k: int, max_bytes: int):
+    folded: np.ndarray
+    most: int
+
+    @property
+    def width(self) -> int:
+        """Guesses of a layer."""
+        return self.folded.shape[1] * self.most
+
+
+class TokenLog:
+    """The ids of decoded tokens in order of arrival, with the guesses beside them, and the request of each. It is append-only,
+    so another thread can read a prefix while it grows."""
+
+    def __init__(self, num_experts: int, top_k: int, guessing: Guessing, max_bytes: int):
         self.num_experts = num_experts
-        self.max_tokens = max_bytes // (2 * num_layers * top_k)
+        self.top_k = top_k
+        self.guessing = guessing
+        num_layers, width = len(guessing.folded), top_k + guessing.width
+        self.max_tokens = max_bytes // (2 * num_layers * width)
         # The kernel commits only the pages that are written.
-        self._ids = np.empty((self.max_tokens, num_layers, top_k), dtype=np.int16)
+        self._ids = np.empty((self.max_tokens, num_layers, width), dtype=np.int16)
         self._request = np.empty(self.max_tokens, dtype=np.int32)
         self.tokens = 0
         self.requests = 0
@@ -48,8 +67,8 @@ class TokenLog:
         return self.tokens + tokens <= self.max_tokens
 
     def add(self, ids: np.ndarray, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """Append one step's ``ids[token, layer, k]``. Token ``i`` brings request ``names[i]`` to ``lengths[i]`` tokens. A
-        request continues if the last step appended its previous token, else it begins anew."""
+        """Append one step's ``ids[token, layer, k + guesses]``. Token ``i`` brings request ``names[i]`` to ``lengths[i]``
+        tokens. A request continues if the last step appended its previous token, else it begins anew."""
         end = self.tokens + len(ids)
         self._ids[self.tokens : end] = ids
         going_on = self._running
@@ -68,8 +87,10 @@ class TokenLog:
     def trace(self, tokens: int) -> Trace:
         """The first ``tokens`` tokens, grouped by request, in order within each."""
         request = self._request[:tokens]
-        ids = np.take(self._ids[:tokens], np.argsort(request, kind="stable"), axis=0)
-        return Trace(ids, np.bincount(request), self.num_experts)
+        rows = np.take(self._ids[:tokens], np.argsort(request, kind="stable"), axis=0)
+        ids, guessed, folded = rows[..., : self.top_k], rows[..., self.top_k :], self.guessing.folded
+        guesses = Guesses(guessed.reshape(tokens, *folded.shape, self.guessing.most), folded) if self.guessing.width else None
+        return Trace(ids, np.bincount(request), self.num_experts, guesses)
 
 
 class _Slot:
@@ -102,6 +123,7 @@ class Recorder:
         device: str,
         max_bytes: int = MAX_BYTES,
         protected: atomic_file.Protected = atomic_file.NOTHING,
+        guessing: Guessing | None = None,
     ):
         """``locations``: of the experts of each layer; they must stay. A step of more than ``max_rows`` tokens cannot be
         recorded."""
@@ -110,14 +132,16 @@ class Recorder:
         self.top_k = top_k
         self.max_rows = max_rows
         num_layers, places = len(locations), max(where.experts.size for where in locations)
-        self.log = TokenLog(num_layers, max(where.num_experts for where in locations), top_k, max_bytes)
+        self.guessing = guessing or Guessing(np.zeros((num_layers, 0), dtype=bool), 0)
+        self.log = TokenLog(max(where.num_experts for where in locations), top_k, self.guessing, max_bytes)
         self._expert_at = np.full((num_layers, places + 1), -1, dtype=np.int16)
         """The checkpoint's id of the expert at each place; the last place is -1, no expert."""
         for row, where in zip(self._expert_at, locations, strict=True):
             row[: where.experts.size] = where.experts
         self.dropped_steps = 0
         self.stopped = False
-        self._buffer = torch.full((max_rows, num_layers, top_k), -1, dtype=torch.int16, device=device)
+        shape = (max_rows, num_layers, top_k + self.guessing.width)
+        self._buffer = torch.full(shape, -1, dtype=torch.int16, device=device)
         self._free = [_Slot(self._buffer) for _ in range(RING_STEPS)]
         self._launched: deque[_Step] = deque()
         self._saved = 0
@@ -131,6 +155,13 @@ class Recorder:
             # The upper halves. A shift would take memory, or, with ``out``, be computed in 16 bits on a GPU.
             ids = ids.view(torch.int16)[:, 1::2]
         kept.copy_(ids)
+
+    def record_guess(self, layer: int, distance: int, experts: torch.Tensor) -> None:
+        """Keep ``experts[rows, most]``, ordered, which were guessed for layer ``layer`` of the trace ``distance`` (from 1)
+        layers before it, in the step that is being computed or captured. They are ids of the checkpoint."""
+        begin = self.top_k + (distance - 1) * self.guessing.most
+        kept = self._buffer[: len(experts), layer, begin : begin + self.guessing.most]
+        kept.copy_(experts[: len(kept)])
 
     def end_step(self, names: Sequence[str], lengths: Sequence[int]) -> None:
         """A decode step was launched on the current stream. Row ``i`` of its batch is the token that brings request
@@ -181,7 +212,8 @@ class Recorder:
             self._append(step.slot.ids[: len(step.names)].numpy(), step)
             self._free.append(self._launched.popleft().slot)
 
-    def _append(self, ids: np.ndarray, step: _Step) -> None:
+    def _append(self, rows: np.ndarray, step: _Step) -> None:
+        ids, guesses = rows[..., : self.top_k], rows[..., self.top_k :]
         low, high = int(ids.min()), int(ids.max())
         places = self._expert_at.shape[1] - 1
         if low < -1 or high >= places:
@@ -198,12 +230,13 @@ class Recorder:
             logger.warning(
                 "Expert offload: trace: recording stopped after %d tokens: the limit of %s is reached. They are saved to %s.",
                 self.log.tokens,
-                size(self.log.tokens * ids[0].nbytes),
+                size(self.log.tokens * rows[0].nbytes),
                 self.path,
             )
         else:
             layers = np.arange(len(self._expert_at))[:, None]
-            self.log.add(self._expert_at[layers, ids], step.names, step.lengths)
+            experts = self._expert_at[layers, ids]
+            self.log.add(np.concatenate([experts, guesses], axis=-1), step.names, step.lengths)
 
     def pending(self, wait: bool) -> Callable[[], None] | None:
         """A function that saves everything that has arrived, None if that is saved already. It may run on another thread, and

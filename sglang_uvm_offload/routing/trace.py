@@ -1,8 +1,9 @@
 """A routing trace: which experts each token of some requests used, layer by layer.
 
 A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens per request;
-``ids`` holds the requests one after another) and the scalar ``num_experts``. It may come from anywhere, so it is untrusted
-input: nothing is unpickled, and declared sizes are bounded before memory is taken for them.
+``ids`` holds the requests one after another) and the scalar ``num_experts``. It may also have guesses (``routing/guesses``). It
+may come from anywhere, so it is untrusted input: nothing is unpickled, and declared sizes are bounded before memory is taken
+for them.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
+from sglang_uvm_offload.routing.guesses import ARRAYS, MAX_DISTANCES, Guesses, GuessesError
 
 MAX_BYTES = 1 << 30
-"""Of the ids: what a server records, in the largest integers."""
+"""Of the ids, and of the guesses: what a server records, in the largest integers."""
 MAX_IDS = 1 << 28
 """Twice what a server records: half a GiB once they are int16."""
 MAX_LAYERS = 1 << 10
@@ -36,6 +38,7 @@ class Trace:
     ids: np.ndarray
     seq_len: np.ndarray
     num_experts: int
+    guesses: Guesses | None = None
 
     def __post_init__(self) -> None:
         ids, seq_len = self.ids, self.seq_len
@@ -55,6 +58,12 @@ class Trace:
             raise TraceError(f"seq_len must be 0..{len(ids)}, and is {seq_len.min()}..{seq_len.max()}")
         if int(seq_len.sum(dtype=np.int64)) != len(ids):
             raise TraceError(f"seq_len adds up to {seq_len.sum(dtype=np.int64)} tokens, ids has {len(ids)}")
+        if self.guesses is not None:
+            try:
+                checked = self.guesses.checked(len(ids), ids.shape[1], self.num_experts)
+            except GuessesError as error:
+                raise TraceError(str(error)) from error
+            object.__setattr__(self, "guesses", checked)
         object.__setattr__(self, "ids", ids.astype(np.int16, copy=False))
         object.__setattr__(self, "seq_len", seq_len.astype(np.int64, copy=False))
 
@@ -70,8 +79,11 @@ class Trace:
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read and check a file. Raises ``TraceError`` if it is not a trace, ``OSError`` if it cannot be opened."""
         try:
-            ids, seq_len, num_experts = npz.read(
-                path, {"ids": MAX_BYTES, "seq_len": MAX_BYTES >> 3, "num_experts": 64}, MAX_IDS
+            ids, seq_len, num_experts, *guesses = npz.read(
+                path,
+                {"ids": MAX_BYTES, "seq_len": MAX_BYTES >> 3, "num_experts": 64},
+                MAX_IDS,
+                optional=dict(zip(ARRAYS, (MAX_BYTES, MAX_LAYERS * MAX_DISTANCES), strict=True)),
             )
         except npz.NpzError as error:
             raise TraceError(str(error)) from error
@@ -79,14 +91,18 @@ class Trace:
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
         if seq_len.size == max(seq_len.shape, default=1):
             seq_len = seq_len.reshape(-1)  # drop axes of size 1
-        return cls(ids, seq_len, int(num_experts.reshape(())))
+        if len(guesses) == 1:
+            raise TraceError(f"of {' and '.join(ARRAYS)} the file must have both or neither")
+        return cls(ids, seq_len, int(num_experts.reshape(())), Guesses(*guesses) if guesses else None)
 
     def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
         """Write the file, with one byte per id if they fit. Not compressed: a server that ends has only seconds for it, and
         compressing a full recording takes longer."""
-        small = self.ids.size and self.ids.min() >= 0 and self.ids.max() <= np.iinfo(np.uint8).max
-        ids = self.ids.astype(np.uint8) if small else self.ids
-        np.savez(file, ids=ids, seq_len=self.seq_len, num_experts=np.int64(self.num_experts))
+        guesses = self.guesses
+        arrays: dict[str, Any] = {"ids": _small(self.ids), "seq_len": self.seq_len, "num_experts": np.int64(self.num_experts)}
+        if guesses is not None:
+            arrays |= dict(zip(ARRAYS, (_small(guesses.experts), guesses.folded), strict=True))
+        np.savez(file, **arrays)
 
     def split(self, fraction: float) -> tuple[range, range]:
         """The first ``fraction`` (0..1) of the requests, and the others."""
@@ -121,11 +137,21 @@ class Trace:
         return activated[:, :, : self.num_experts]
 
 
+def _small(ids: np.ndarray) -> np.ndarray:
+    """In one byte each, if they fit."""
+    if ids.size:
+        for small in (np.uint8, np.int8):
+            if np.iinfo(small).min <= ids.min() and ids.max() <= np.iinfo(small).max:
+                return ids.astype(small)
+    return ids
+
+
 def is_trace(path: Path) -> bool:
     """Whether the file has exactly the arrays of a trace. The ids are not read: they may be large."""
     try:
         (num_experts,) = npz.read(path, {"num_experts": 64})
-        return npz.names(path) == {"ids", "seq_len", "num_experts"} and np.issubdtype(num_experts.dtype, np.integer)
+        known = {"ids", "seq_len", "num_experts"}
+        return npz.names(path) in (known, known | set(ARRAYS)) and np.issubdtype(num_experts.dtype, np.integer)
     except npz.NpzError:
         return False
 

@@ -9,6 +9,7 @@ import pytest
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.replay import simulator
 from sglang_uvm_offload.replay.policies import POLICIES
+from sglang_uvm_offload.routing.guesses import Guesses
 from sglang_uvm_offload.routing.trace import Trace
 
 
@@ -120,6 +121,25 @@ def test_progress_is_shown_on_a_terminal_alone(saved, monkeypatch, capsys, termi
     shown = "\r\033[Kreplaying lru, 1 of 2 policies, 20 steps\r\033[Kreplaying adaptive, 2 of 2 policies, 20 steps\r\033[K"
     assert said.err == (shown if terminal else "")
     assert "replaying" not in said.out
+
+
+def test_a_trace_with_guesses_is_followed_by_what_they_foresee(saved, capsys):
+    without = Trace.load(saved)
+    assert replay(saved) == 0
+    assert "recall" not in capsys.readouterr().out
+    ahead = np.concatenate([np.full((20, 1, 1, 1), -1), without.ids[:, 1:, None]], axis=1)
+    folded = np.array([[False], [True]])
+    Trace(without.ids, without.seq_len, without.num_experts, Guesses(ahead, folded)).save(saved)
+    assert replay(saved) == 0
+    *_, table, note = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["slots"] * 3 + ["adaptive"] * 3
+    assert "In 1 of 2 layers the earlier router's input was scaled" in note
+    assert replay(saved, "--json", "--policy", "adaptive") == 0
+    guessed, before, control = json.loads(capsys.readouterr().out)["lookahead"]
+    assert (guessed["distance"], guessed["layers"], guessed["recall"], guessed["precision"]) == (1, 1, 1, 1)
+    assert (before["distance"], control["recall"], control["precision"]) == (None, 1, 1)
+    assert replay(saved, "--policy", "lru") == 0
+    assert "recall" not in capsys.readouterr().out, "that moves experts only as it is told"
 
 
 def test_drafts_are_shown_by_what_they_read_for_each_kept_token(saved, capsys):

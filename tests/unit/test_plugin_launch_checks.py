@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from builders.configs import served_config
 from builders.launch import arguments, launch
 from builders.locations import located
@@ -171,7 +172,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_rank_saves_no_trace_in_the_models_folder(rank: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The path has become a link since the launch, which refuses it."""
     made = recording.Recording(rank.parent / "t.npz")
-    saver = made.begin(SimpleNamespace(layers=[None], locations=located(1, 8)), 2)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(layers=[None], locations=located(1, 8), num_logical=8)
+    saver = made.begin(model, 2, torch.nn.Module(), [torch.nn.Module()])
     assert made.recorder is not None
     assert saver is not None
     made.recorder.end_step(["a"], [5])

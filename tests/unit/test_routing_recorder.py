@@ -11,7 +11,7 @@ from paths import SAFETENSORS
 from sglang_uvm_offload.expert_location import ExpertLocation
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.routing.counts import IdFormat
-from sglang_uvm_offload.routing.recorder import RING_STEPS, Recorder
+from sglang_uvm_offload.routing.recorder import RING_STEPS, Guessing, Recorder
 from sglang_uvm_offload.routing.trace import Trace, is_trace
 
 LAYERS, E, K = 3, 3000, 2
@@ -139,6 +139,62 @@ class TestSteps:
         traffic.step(("a", 7))
         assert traffic.recorded() == [[0]]
         assert f"expert ids -1 to {E}, and the model has experts 0 to {E - 1}" in caplog.text
+
+
+class TestGuesses:
+    FOLDED = np.array([[False, False], [True, False], [True, True]])
+
+    def guessing(self, path, max_bytes=1 << 20):
+        return Recorder(path / "t.npz", located(3, E), K, 4, "cpu", max_bytes, guessing=Guessing(self.FOLDED, 3))
+
+    def step(self, recorder, lengths):
+        """Requests a and b. Token ``n`` of the step picks ``10 n + l`` in layer ``l``; ``100 n + 10 d + l`` and the two behind
+        it are guessed for it ``d`` layers before."""
+        token = torch.arange(2, dtype=torch.int32)[:, None]
+        for layer in range(3):
+            recorder.record(layer, 10 * token + torch.tensor([[layer, -1]]), IdFormat.PLAIN)
+            for distance in range(1, min(layer, 2) + 1):
+                recorder.record_guess(layer, distance, 100 * token + 10 * distance + layer + torch.arange(3))
+        recorder.end_step(["a", "b"], lengths)
+
+    def test_they_are_saved_with_the_token_and_the_layer_that_they_are_for(self, tmp_path):
+        recorder = self.guessing(tmp_path)
+        for length in range(2):
+            self.step(recorder, [length, length])
+        recorder.pending(True)()
+        saved = Trace.load(recorder.path)
+        assert saved.ids[:, :, 0].tolist() == [[0, 1, 2]] * 2 + [[10, 11, 12]] * 2
+        none = [-1, -1, -1]
+        of_a = [[none, none], [[11, 12, 13], none], [[12, 13, 14], [22, 23, 24]]]
+        assert saved.guesses.experts[:2].tolist() == [of_a] * 2, "layers without an earlier one have none"
+        assert saved.guesses.experts[2:, 2, 1].tolist() == [[122, 123, 124]] * 2
+        assert (saved.guesses.folded == self.FOLDED).all()
+
+    def test_the_experts_places_do_not_concern_them(self, tmp_path):
+        """A router chooses among the checkpoint's experts, wherever they lie."""
+        backwards = [ExpertLocation(np.arange(4)[::-1], range(4))] * 2
+        recorder = Recorder(tmp_path / "t.npz", backwards, 1, 4, "cpu", guessing=Guessing(np.zeros((2, 1), bool), 1))
+        for layer in range(2):
+            recorder.record(layer, torch.tensor([[0]]), IdFormat.PLAIN)
+        recorder.record_guess(1, 1, torch.tensor([[3]]))
+        recorder.end_step(["a"], [1])
+        recorder.pending(True)()
+        saved = Trace.load(recorder.path)
+        assert saved.ids.tolist() == [[[3], [3]]]
+        assert saved.guesses.experts.tolist() == [[[[-1]], [[3]]]]
+
+    def test_they_count_towards_the_bound(self, tmp_path):
+        of_a_token = 2 * 3 * (K + 2 * 3)
+        recorder = self.guessing(tmp_path, max_bytes=5 * of_a_token)
+        for length in range(3):
+            self.step(recorder, [length, length])
+        recorder.poll(wait=True)
+        assert (recorder.log.tokens, recorder.stopped) == (4, True)
+
+    def test_rows_beyond_the_buffer_are_left_out(self, tmp_path):
+        recorder = self.guessing(tmp_path)
+        recorder.record_guess(1, 1, torch.arange(300).reshape(100, 3))
+        assert recorder._buffer[:, 1, K : K + 3].tolist() == torch.arange(12).reshape(4, 3).tolist()
 
 
 class TestArriving:

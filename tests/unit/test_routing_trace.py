@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sglang_uvm_offload.routing import trace as trace_module
-from sglang_uvm_offload.routing.trace import Trace, TraceError
+from sglang_uvm_offload.routing.guesses import Guesses
+from sglang_uvm_offload.routing.trace import Trace, TraceError, is_trace
 
 
 def some(seq_len=(2, 3, 1)):
@@ -28,6 +29,65 @@ def write(path, **arrays):
 
 
 GOOD = {"ids": np.zeros((3, 2, 1), np.uint8), "seq_len": np.array([1, 2], np.int32), "num_experts": np.int64(4)}
+
+
+GUESSES = {"guesses": np.zeros((3, 2, 2, 4), np.int8), "guesses_folded": np.zeros((2, 2), bool)}
+
+
+class TestGuesses:
+    def test_what_is_saved_is_loaded_and_counts_as_a_trace(self, path):
+        experts = np.random.default_rng(0).integers(-1, 8, (6, 2, 2, 3))
+        saved = Trace(some().ids, some().seq_len, 8, Guesses(experts, np.array([[False, False], [True, False]])))
+        saved.save(path)
+        loaded = Trace.load(path).guesses
+        assert (loaded.experts == experts).all()
+        assert loaded.experts.dtype == np.int16
+        assert loaded.folded.tolist() == [[False, False], [True, False]]
+        assert is_trace(path)
+        assert np.load(path)["guesses"].dtype == np.int8
+
+    def test_a_trace_without_them_is_one(self, path):
+        some().save(path)
+        assert Trace.load(path).guesses is None
+        assert np.load(path).files == ["ids", "seq_len", "num_experts"]
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"guesses": np.zeros((3, 2, 2), np.int8)}, r"\[token, layer, distance, rank\], not int8 \[3, 2, 2\]"),
+            ({"guesses": np.zeros((3, 2, 2, 4))}, "must be integers"),
+            ({"guesses": np.zeros((2, 2, 2, 4), np.int8)}, "of 3 tokens and 2 layers"),
+            ({"guesses": np.zeros((3, 1, 2, 4), np.int8)}, "of 3 tokens and 2 layers"),
+            ({"guesses": np.zeros((3, 2, 0, 4), np.int8)}, r"1\.\.8 distances and 1\.\.4 experts"),
+            ({"guesses": np.zeros((3, 2, 9, 4), np.int8)}, r"1\.\.8 distances"),
+            ({"guesses": np.zeros((3, 2, 2, 5), np.int8)}, r"1\.\.4 experts"),
+            ({"guesses": np.full((3, 2, 2, 4), 4)}, r"-1\.\.3, and are 4\.\.4"),
+            ({"guesses": np.full((3, 2, 2, 4), -2)}, r"-1\.\.3"),
+            ({"guesses": np.full((3, 2, 2, 4), None)}, "plain array|declares"),
+            ({"guesses_folded": np.zeros((2, 2), np.uint8)}, r"must be bool \[2, 2\], not uint8"),
+            ({"guesses_folded": np.zeros((2, 1), bool)}, r"not bool \[2, 1\]"),
+            ({"guesses_folded": np.zeros(10**4, bool)}, "bytes, more than"),
+        ],
+    )
+    def test_what_is_none_is_refused_with_the_reason(self, path, change, message):
+        with pytest.raises(TraceError, match=message):
+            Trace.load(write(path, **{**GOOD, **GUESSES, **change}))
+
+    @pytest.mark.parametrize("alone", GUESSES)
+    def test_one_array_without_the_other_is_refused(self, path, alone):
+        with pytest.raises(TraceError, match="both or neither"):
+            Trace.load(write(path, **GOOD, **{alone: GUESSES[alone]}))
+        assert not is_trace(path)
+
+    def test_their_declared_size_is_not_believed(self, path):
+        Trace.load(write(path, **GOOD, **GUESSES))
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|i1", "fortran_order": False, "shape": (10**12, 2, 2, 4)})
+        write(path, **GOOD, guesses_folded=GUESSES["guesses_folded"])
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("guesses.npy", header.getvalue() + bytes(10))
+        with pytest.raises(TraceError, match=r"guesses .* bytes, more than"):
+            Trace.load(path)
 
 
 class TestFile:

@@ -202,7 +202,8 @@ class LayerHooks:
         if not routing.count(model.counters, index, in_place=in_place):
             self._not_counted(routing.form, model.draft)
         if self.recording is not None and not model.draft:
-            self.recording.record(index, routing, layer.num_fused_shared_experts)
+            hidden = getattr(dispatch_output, "hidden_states", None)
+            self.recording.record(index, routing, layer.num_fused_shared_experts, hidden)
         return routing
 
     def _not_counted(self, form: str, draft: bool) -> None:

@@ -124,7 +124,7 @@ class LoadingHooks:
             if not model.draft:
                 with self.rank.start.timing(StartPhase.LINK):
                     manager.link = link.measure(self.rank.backend, get_device().gpu_id, model.layers)
-            self._loaded(model)
+            self._loaded(model, runner.model)
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: {error}")
         return result
@@ -135,11 +135,12 @@ class LoadingHooks:
         after the other, and without a look at the host RAM that is left."""
         self.rank.manager.memory.wait_until_populated(param.untyped_storage().data_ptr())
 
-    def _loaded(self, model: ModelExperts) -> None:
+    def _loaded(self, model: ModelExperts, module: torch.nn.Module) -> None:
         """What begins once a model has its weights."""
         self.rank.manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
         if self.rank.recording is not None and not model.draft:
-            self.rank.savers += filter(None, [self.rank.recording.begin(model, self._top_k())])
+            saver = self.rank.recording.begin(model, self._top_k(), module, _layers(model))
+            self.rank.savers += [] if saver is None else [saver]
 
     def around_pools(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang makes the KV cache of what is left of VRAM: now all weights are in it, of draft models too."""

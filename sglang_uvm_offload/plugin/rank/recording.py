@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_device, get_parallel, get_schedule, get_server_args
 
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plugin.launch import output_files
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
+from sglang_uvm_offload.plugin.rank.lookahead import Lookahead
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.residency.status import TraceStatus
 from sglang_uvm_offload.routing.layer_routing import LayerRouting
@@ -30,6 +33,7 @@ class Recording:
     def __init__(self, path: Path):
         self.path = path
         self.recorder: Recorder | None = None
+        self._lookahead: Lookahead | None = None
 
     def problems(self, model: BuiltModel) -> list[str]:
         """Why the target model cannot be recorded."""
@@ -39,15 +43,19 @@ class Recording:
             return [f"{_FLAG}: decoder layers of this model have several routers, and a token uses only one of them"]
         return []
 
-    def begin(self, model: ModelExperts, top_k: int | None) -> Saver | None:
+    def begin(
+        self, model: ModelExperts, top_k: int | None, module: torch.nn.Module, layers: Sequence[torch.nn.Module]
+    ) -> Saver | None:
         """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
-        a rank that does not record. Call this when the model is loaded."""
+        a rank that does not record. ``module``, and its MoE ``layers``, are SGLang's. Call this when the model is loaded."""
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
         assert top_k is not None, "problems was not called"
         if self.path.exists():
             logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
+        lookahead = Lookahead(module, layers, model.num_logical, top_k)
+        self._lookahead = lookahead if lookahead.guessing else None
         self.recorder = Recorder(
             self.path,
             locations=model.locations,
@@ -55,12 +63,14 @@ class Recording:
             max_rows=get_schedule().max_running_requests or DEFAULT_MAX_REQUESTS,
             device=get_device().device,
             protected=output_files.model_folders(get_server_args()),
+            guessing=lookahead.guessing,
         )
         return Saver("trace", self.recorder.pending)
 
-    def record(self, index: int, routing: LayerRouting, num_shared: int) -> None:
-        """Record the routing of the model's MoE layer ``index``. In ``routing``, the ids of ``num_shared`` fused shared experts
-        follow the routed ones. Raises ``FlagError`` for routing without ids."""
+    def record(self, index: int, routing: LayerRouting, num_shared: int, hidden: torch.Tensor | None) -> None:
+        """Record the routing of the model's MoE layer ``index``, and what its input ``hidden[rows, width]`` says of the next
+        layers. In ``routing``, the ids of ``num_shared`` fused shared experts follow the routed ones. Raises ``FlagError`` for
+        routing without ids."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -72,6 +82,10 @@ class Recording:
         if routed > recorder.top_k:
             raise FlagError([f"{_FLAG}: a layer uses {routed} routed experts per token, but was built for {recorder.top_k}"])
         recorder.record(index, routing.ids[:, :routed], routing.id_format)
+        if self._lookahead is not None:
+            rows = min(len(routing.ids), recorder.max_rows)
+            for guess in self._lookahead.guesses(index, hidden if routing.lasting else None, rows):
+                recorder.record_guess(*guess)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """A step was launched. The rows of a decode step of the target model are decoded tokens."""

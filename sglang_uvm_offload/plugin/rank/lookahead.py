@@ -1,0 +1,169 @@
+"""What the routers of the next MoE layers would choose from this layer's input, for a trace. Nothing acts on it.
+
+The input of a router is the residual stream, normalised, times the weight of the norm before it. Where both layers' norms are
+found, the input is scaled by the ratio of their weights, as if the later layer's norm had made it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.moe.topk import TopKConfig
+
+from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.routing.recorder import Guessing
+
+logger = logging.getLogger(__name__)
+
+DISTANCES = 2
+WIDER = 1.25
+"""Times as many guesses as a token has experts."""
+_FLAG = flag_name("trace")
+_ROUTERS = ("gate", "router")
+_NORMS = {"input_layernorm", "post_attention_layernorm"}
+_SCORES = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
+
+
+@dataclass(frozen=True)
+class Router:
+    """Of one MoE layer."""
+
+    gate: Any
+    topk: TopKConfig
+    norm: RMSNorm | None
+    """The norm before it, if it is one whose weight scales its output."""
+
+
+class Lookahead:
+    """The guesses of one model's layers."""
+
+    def __init__(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module], num_experts: int, top_k: int):
+        """``layers``: SGLang's MoE layers in ``module``, in the order of a step, of up to ``num_experts`` experts each."""
+        self._num_experts = num_experts
+        self._routers = find_routers(module, layers)
+        self._most = min(math.ceil(WIDER * top_k), num_experts)
+        self._unused: set[int] = set()
+        """Layers whose input or whose guess was of no use."""
+        if unknown := [index for index, router in enumerate(self._routers) if router is None]:
+            logger.warning("%s: no guesses for MoE layers %s: their routers were not found", _FLAG, unknown)
+
+    @property
+    def guessing(self) -> Guessing | None:
+        """None if there is nothing to guess."""
+        if not any(self._routers[1:]):
+            return None
+        distances = range(1, DISTANCES + 1)
+        folded = [[self._norms(layer - back, layer) is not None for back in distances] for layer in self._layers]
+        return Guessing(np.array(folded), self._most)
+
+    @property
+    def _layers(self) -> range:
+        return range(len(self._routers))
+
+    def _norms(self, here: int, there: int) -> tuple[RMSNorm, RMSNorm] | None:
+        """Of both layers, if both are found."""
+        mine, other = self._routers[here] if here >= 0 else None, self._routers[there]
+        if mine is None or other is None or mine.norm is None or other.norm is None:
+            return None
+        return mine.norm, other.norm
+
+    def guesses(self, layer: int, hidden: torch.Tensor | None, rows: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(layer, distance, experts ``[rows, guesses]``, likeliest first) of the layers after ``layer``, from its input
+        ``hidden[rows, width]``; nothing from an input that is none of a router's."""
+        if not rows:
+            return
+        if hidden is None or len(hidden) < rows or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            self._cannot(layer, "its input is not there as its router has it")
+            return
+        for there in self._layers[layer + 1 : layer + 1 + DISTANCES]:
+            router = self._routers[there]
+            if router is None:
+                continue
+            if router.gate.weight.shape != (self._num_experts, hidden.shape[1]):
+                self._cannot(there, f"its router's weight is {list(router.gate.weight.shape)}")
+                continue
+            logits = _logits(router.gate, _scaled(hidden[:rows], self._norms(layer, there)))
+            yield there, there - layer, ranked(logits.float(), router.topk, self._most)
+
+    def _cannot(self, layer: int, why: str) -> None:
+        if layer not in self._unused:
+            self._unused.add(layer)
+            logger.warning("%s: MoE layer %d: no guesses: %s", _FLAG, layer, why)
+
+
+def find_routers(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[Router | None]:
+    """Of each of the MoE layers in ``module``: beside it, as most of SGLang's models have it; None where it is not."""
+    found: dict[int, Router] = {}
+    wanted = set(map(id, layers))
+    for name, block in module.named_modules():
+        for child in block.children():
+            if id(child) in wanted and (router := _router_in(block, module.get_submodule(name.rpartition(".")[0]))):
+                found[id(child)] = router
+    return [found.get(id(layer)) for layer in layers]
+
+
+def _router_in(block: torch.nn.Module, decoder: torch.nn.Module) -> Router | None:
+    gate = next((gate for name in _ROUTERS if (gate := getattr(block, name, None)) is not None), None)
+    config = getattr(getattr(block, "topk", None), "topk_config", None)
+    if not _is_linear(gate) or not isinstance(config, TopKConfig):
+        return None
+    norms = {name for name, _ in decoder.named_children() if "norm" in name}
+    # Models with further norms may have another one before the router.
+    norm: Any = decoder.post_attention_layernorm if norms == _NORMS else None
+    return Router(gate, config, norm if type(norm) is RMSNorm and norm.has_weight else None)
+
+
+def _is_linear(gate: Any) -> bool:
+    """Whether it has one matrix, and needs nothing but the hidden states."""
+    if not isinstance(getattr(gate, "weight", None), torch.Tensor) or gate.weight.dim() != 2:
+        return False
+    others = list(inspect.signature(gate.forward).parameters.values())[1:]
+    return all(other.default is not other.empty or other.kind is other.VAR_KEYWORD for other in others)
+
+
+def _scaled(hidden: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> torch.Tensor:
+    """The weights are read anew, for an online update changes them."""
+    if norms is None:
+        return hidden
+    here, there = (norm.weight.float() for norm in norms)
+    return (hidden * (there / here).nan_to_num(0, 0, 0)).to(hidden.dtype)
+
+
+def _logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = gate(hidden)  # SGLang's own, with its bias and in its precision
+    return logits[0] if isinstance(logits, tuple) else logits
+
+
+def ranked(logits: torch.Tensor, config: TopKConfig, most: int) -> torch.Tensor:
+    """The ``most`` experts of each row that a router of ``config`` prefers, in order: by logits, or, with a correction, by
+    score plus correction, in groups as it has them. A routing function of the model's own counts as one by logits."""
+    bias = config.correction_bias
+    if bias is None:
+        scores = logits
+    else:
+        # SGLang's grouped routing with a correction takes the sigmoid whatever the config says.
+        scoring = "sigmoid" if config.use_grouped_topk else config.scoring_func
+        scores = _SCORES[scoring](logits) + bias.float()
+    if config.use_grouped_topk and config.num_expert_group != config.topk_group:
+        scores = _of_best_groups(scores, config.num_expert_group, config.topk_group, 1 if bias is None else 2)
+    return scores.topk(most, dim=-1).indices
+
+
+def _of_best_groups(scores: torch.Tensor, groups: int, kept: int, judged_by: int) -> torch.Tensor:
+    """``scores``, last in the groups other than the ``kept`` best by the sum of their ``judged_by`` best experts."""
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(judged_by, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices
+    others = torch.ones(scores.shape[0], groups, dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+    return grouped.masked_fill(others[..., None], -math.inf).flatten(1)
