@@ -3,8 +3,8 @@
     python -m scripts.train_tiny /tmp/deep --shape deep --steps 2000
     python -m benchmarks.lookahead /tmp/deep benchmarks/results/lookahead
 
-A real server on the CPU goes on with held-out texts of both topics, sampled, and records a trace with guesses; then the trace is
-replayed. ``--trace`` replays one that was recorded before. Writes ``lookahead.md``.
+A real server on the CPU goes on with held-out texts of both topics, sampled, and records a trace with guesses; then the trace
+is replayed. ``--trace`` replays one that was recorded before. Writes ``lookahead.md``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def page(model: Path, trace: Trace) -> str:
         f"{sglang.__version__} on a CPU (Python {platform.python_version()}): {len(trace.ids)} decoded tokens of "
         f"{trace.num_requests} requests, the first half of which warms up. In {int(trace.guesses.folded.any(axis=1).sum())} "
         "layers the",
-        "earlier router's input was scaled by the ratio of both norms. As `replay` prints them, of the layers that are guessed.",
+        "earlier router's input was scaled by the ratio of both norms. Of the layers that are guessed, as `replay` has them.",
         "`experts themselves` in place of guesses foresaw every miss, and nothing else, in every case.",
         "",
         perplexity[0],

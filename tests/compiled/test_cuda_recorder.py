@@ -22,6 +22,25 @@ def test_a_capture_holds_one_copy_a_layer_and_takes_no_memory(standin):
     assert all("direct_copy_kernel_cuda" in call["kernel"] for call in captured)
 
 
+def test_guesses_are_captured_as_one_copy_too(standin):
+    ran = standin.run("""
+        from pathlib import Path
+        from sglang_uvm_offload.expert_location import ExpertLocation
+        from sglang_uvm_offload.routing.recorder import Guessing, Recorder
+        guessing = Guessing(np.zeros((2, 2), dtype=bool), 5)
+        where = [ExpertLocation.trivial(16, range(16))] * 2
+        recorder = Recorder(Path("trace.npz"), where, 4, 8, "cuda", guessing=guessing)
+        guessed = torch.zeros(3, 5, dtype=torch.int64, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            recorder.record_guess(1, 1, guessed)
+    """)
+    assert ran.code == 0, ran.err
+    names = [call["call"] for call in ran.calls]
+    (call,) = ran.calls[names.index("cudaStreamBeginCapture") + 1 : names.index("cudaStreamEndCapture")]
+    assert call["call"] == "cudaLaunchKernel"
+    assert "direct_copy_kernel_cuda" in call["kernel"]
+
+
 def test_each_replay_records_what_it_computed(standin):
     ran = standin.run("""
         from pathlib import Path

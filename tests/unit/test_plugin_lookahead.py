@@ -69,7 +69,8 @@ class Block(torch.nn.Module):
 class Decoder(torch.nn.Module):
     def __init__(self, block: torch.nn.Module, norm: type[torch.nn.Module] = RMSNorm):
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(WIDTH), norm(WIDTH)
+        self.input_layernorm = RMSNorm(WIDTH)
+        self.post_attention_layernorm: Any = norm(WIDTH)
         torch.nn.init.uniform_(self.post_attention_layernorm.weight, 0.5, 2)
         self.mlp = block
 
@@ -77,7 +78,7 @@ class Decoder(torch.nn.Module):
 class Model(torch.nn.Module):
     def __init__(self, *decoders: Decoder):
         super().__init__()
-        self.layers = torch.nn.ModuleList(decoders)
+        self.layers: Any = torch.nn.ModuleList(decoders)
 
     @property
     def moe_layers(self) -> list[torch.nn.Module]:
@@ -143,7 +144,7 @@ def test_a_channel_that_the_norm_closed_says_nothing() -> None:
 
 
 class Asking(torch.nn.Linear):
-    def forward(self, hidden: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(hidden + more)
 
 
