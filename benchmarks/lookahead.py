@@ -110,11 +110,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path, help="folder of scripts/train_tiny.py")
     parser.add_argument("out", type=Path, help="folder of lookahead.md")
-    parser.add_argument(
-        "--trace", type=Path, help="where the trace is recorded, unless it is there (default: in the model's folder)"
-    )
+    parser.add_argument("--trace", type=Path, help="recorded unless it is there (default: beside the model's folder)")
     args = parser.parse_args()
-    path = args.trace or args.model / "lookahead.npz"
+    path = args.trace or args.model.with_suffix(".npz")
     if not path.exists():
         record(args.model, path)
     args.out.mkdir(parents=True, exist_ok=True)

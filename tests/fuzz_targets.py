@@ -29,7 +29,7 @@ from builders.managers import Rank, config
 from builders.profiles import saved, some
 from builders.reports import replayed, result
 from builders.shapes import use_recorded
-from builders.traces import trace
+from builders.traces import guessing, trace
 from numpy.lib import format as npy
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
@@ -46,6 +46,7 @@ from sglang_uvm_offload.plugin.operate import http_routes
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
 from sglang_uvm_offload.replay import room
+from sglang_uvm_offload.replay.lookahead import foreseen
 from sglang_uvm_offload.replay.simulator import replay
 from sglang_uvm_offload.report import replay_report, server_report
 from sglang_uvm_offload.report.html import element
@@ -166,7 +167,8 @@ def profile(chance: random.Random, folder: Path) -> bool:
 @target
 def routing_trace(chance: random.Random, folder: Path) -> bool:
     path = folder / "t.npz"
-    trace([0, 2, 2, 3], [2, 2, 1, 2], experts=chance.choice((4, 300))).save(path)
+    made = trace([0, 2, 2, 3], [2, 2, 1, 2], experts=chance.choice((4, 300)))
+    chance.choice((made, guessing(made))).save(path)
     _damage_npz(path, chance)
 
     def read() -> None:
@@ -174,6 +176,8 @@ def routing_trace(chance: random.Random, folder: Path) -> bool:
         batch = chance.choice((1, 2, 4096))
         if room.needed(read, batch) < 1 << 20:
             replay(read, "first_n", 0.5, batch)
+            if read.guesses is not None:
+                foreseen(read, "first_n", 0.5, batch)
 
     return _accepted(read, (TraceError, ValueError))
 
@@ -236,7 +240,8 @@ def _changed_array(name: str, array: np.ndarray, chance: random.Random) -> bytes
         return header.getvalue() + chance.choice((array.tobytes(), pickle.dumps(_Planted())))
     if kind == 4 and array.size:
         changed = array.copy().ravel()
-        changed[chance.randrange(changed.size)] = chance.choice((0, 1, np.iinfo(array.dtype).max, np.iinfo(array.dtype).min))
+        limits = np.iinfo(np.int8 if array.dtype == bool else array.dtype)
+        changed[chance.randrange(changed.size)] = chance.choice((0, 1, limits.max, limits.min))
         return _npy(changed.reshape(array.shape))
     return mutation.damaged(_npy(array), chance)
 
