@@ -10,6 +10,7 @@ from builders.locations import located
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sglang_uvm_offload.plugin.rank.recording import Recording
+from sglang_uvm_offload.routing.layer_routing import LayerRouting
 from sglang_uvm_offload.routing.recorder import Recorder
 
 pytestmark = pytest.mark.sglang
@@ -54,6 +55,22 @@ def test_a_step_for_which_there_is_no_memory_ends_recording_and_not_the_server(r
     assert "trace: recording stopped: MemoryError: no room" in caplog.text
     assert recording.status().stopped
     assert launch(recording, ForwardMode.DECODE, [7, 8]) == (2, 0)
+
+
+def test_a_router_that_fails_ends_guessing_and_neither_the_recording_nor_the_server(recording, caplog):
+    class Failing:
+        def guesses(self, *_):
+            raise RuntimeError("mat1 and mat2")
+
+    recording.lookahead = Failing()
+    for length in (5, 6):
+        recording.record(0, LayerRouting("standard", torch.tensor([[length, 1]]), lasting=True), 0, torch.zeros(1, 4))
+        recording.recorder.end_step(["a"], [length])
+    recording.recorder.poll()
+    assert recording.recorder.log.trace(2).ids.tolist() == [[[5, 1]], [[6, 1]]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Expert offload: trace: no more guesses: RuntimeError: mat1 and mat2"
+    ]
 
 
 def test_a_model_of_unknown_experts_per_token_is_refused_when_it_is_built(recording):

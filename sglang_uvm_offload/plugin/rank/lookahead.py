@@ -117,7 +117,7 @@ def find_routers(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
 def _router_in(block: torch.nn.Module, decoder: torch.nn.Module) -> Router | None:
     gate = next((gate for name in _ROUTERS if (gate := getattr(block, name, None)) is not None), None)
     config = getattr(getattr(block, "topk", None), "topk_config", None)
-    if not _is_linear(gate) or not isinstance(config, TopKConfig):
+    if not _is_linear(gate) or not isinstance(config, TopKConfig) or config.scoring_func not in _SCORES:
         return None
     norms = {name for name, _ in decoder.named_children() if "norm" in name}
     # Models with further norms may have another one before the router.

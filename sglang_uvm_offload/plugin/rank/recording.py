@@ -33,7 +33,8 @@ class Recording:
     def __init__(self, path: Path):
         self.path = path
         self.recorder: Recorder | None = None
-        self._lookahead: Lookahead | None = None
+        self.lookahead: Lookahead | None = None
+        """None where nothing is guessed."""
 
     def problems(self, model: BuiltModel) -> list[str]:
         """Why the target model cannot be recorded."""
@@ -55,7 +56,7 @@ class Recording:
         if self.path.exists():
             logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
         lookahead = Lookahead(module, layers, model.num_logical, top_k)
-        self._lookahead = lookahead if lookahead.guessing else None
+        self.lookahead = lookahead if lookahead.guessing else None
         self.recorder = Recorder(
             self.path,
             locations=model.locations,
@@ -82,10 +83,21 @@ class Recording:
         if routed > recorder.top_k:
             raise FlagError([f"{_FLAG}: a layer uses {routed} routed experts per token, but was built for {recorder.top_k}"])
         recorder.record(index, routing.ids[:, :routed], routing.id_format)
-        if self._lookahead is not None:
+        if self.lookahead is not None:
+            self._guess(self.lookahead, recorder, index, routing, hidden)
+
+    def _guess(
+        self, lookahead: Lookahead, recorder: Recorder, index: int, routing: LayerRouting, hidden: torch.Tensor | None
+    ) -> None:
+        """What fails ends guessing and nothing else: a model may have a router that is none of those known."""
+        assert routing.ids is not None
+        try:
             rows = min(len(routing.ids), recorder.max_rows)
-            for guess in self._lookahead.guesses(index, hidden if routing.lasting else None, rows):
+            for guess in lookahead.guesses(index, hidden if routing.lasting else None, rows):
                 recorder.record_guess(*guess)
+        except Exception as error:
+            self.lookahead = None
+            logger.exception("Expert offload: trace: no more guesses: %s: %s", type(error).__name__, error)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """A step was launched. The rows of a decode step of the target model are decoded tokens."""
