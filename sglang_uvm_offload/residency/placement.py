@@ -42,6 +42,9 @@ class InitialPlacement:
     """How many MoE layers earlier pipeline stages have."""
     converted_later: bool = False
     """Whether other tensors replace the experts' once they are loaded: only those move into the pools of slots."""
+    keeps_first: bool = False
+    """Whether the first of a layer's N experts stays resident for good where the layer has no slots: its kernels read it in
+    each step, used or not."""
 
     def of_draft(self, number: int) -> InitialPlacement:
         """Of a draft model: the first ``number`` experts."""
@@ -70,6 +73,7 @@ class InitialPlacement:
             if config.adapt != "continuous":
                 return LayerPlacement(lambda layout: layout.holding(named), slots=slots)
         number = shard.share_of(config.num_resident)
+        named[0] |= self.keeps_first and number > named.sum() and not slots
         others = np.flatnonzero(~named & ~shared)
 
         def first(layout: ExpertLayout) -> np.ndarray:

@@ -52,7 +52,7 @@ def load(
     rank.backend = Backend(memory)
     hooks = LoadingHooks(rank)
     monkeypatch.setattr(hooks, "_place_target", lambda runner, model, module: place(model))
-    monkeypatch.setattr(hooks, "_loaded", lambda model: None)
+    monkeypatch.setattr(hooks, "_loaded", lambda model, module: None)
     monkeypatch.setattr(loading_hooks, "get_device", lambda: SimpleNamespace(gpu_id=0))
     monkeypatch.setattr(loading_hooks.link, "measure", lambda *_: measure())
     with get_parallel().override(tp_rank=0, pp_rank=0):

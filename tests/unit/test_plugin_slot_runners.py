@@ -21,7 +21,7 @@ from sglang.srt.runtime_context import override_platform
 
 from sglang_uvm_offload.plugin.checks import combinations
 from sglang_uvm_offload.plugin.slots import runners
-from sglang_uvm_offload.plugin.slots.runners import RUNNERS, no_slots_in
+from sglang_uvm_offload.plugin.slots.runners import RUNNERS, no_slots_in, pads_with_first
 from sglang_uvm_offload.requested_config import parse
 
 pytestmark = pytest.mark.sglang
@@ -48,6 +48,11 @@ class Method:
 def by(runner: str | None) -> str | None:
     """Of a layer that this runner computes."""
     return no_slots_in(SimpleNamespace(quant_method=Method(runner)))
+
+
+@pytest.mark.parametrize(("runner", "pads"), [("deep_gemm", True), ("triton", False), ("marlin", False), (None, False)])
+def test_only_deep_gemms_padding_reads_the_first_expert(runner: str | None, pads: bool) -> None:
+    assert pads_with_first(SimpleNamespace(quant_method=Method(runner))) is pads
 
 
 @pytest.mark.parametrize(

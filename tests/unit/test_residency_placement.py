@@ -62,6 +62,20 @@ def test_a_profile_takes_the_blocks_that_serve_most_in_the_room_of_the_first_exp
     assert layout.budget(2) == 3 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("number", "slots", "residents", "kept"),
+    [(2, 0, [0, 5], [0]), (1, 0, [0], [0]), (0, 0, [], []), (2, 2, [5, 6], [])],
+)
+def test_the_first_expert_takes_one_place_of_n_where_kernels_read_it_in_each_step(number, slots, residents, kept):
+    """Slots serve it where there are some, and no number of experts is exceeded."""
+    layout = ExpertLayout(E, 2 * BLOCK_BYTES)
+    cfg = config(num_resident=number, slots=slots, adapt="continuous")
+    placement = InitialPlacement(cfg, profile_of([[5, 6]] * 3), keeps_first=True)
+    (mine,) = placement.of_layers([LayerShard(1, E)])
+    assert np.flatnonzero(mine.choose(layout) | layout.holding(mine.kept)).tolist() == residents
+    assert np.flatnonzero(mine.kept).tolist() == kept
+
+
 def test_the_blocks_of_a_fused_shared_expert_are_not_in_the_room_of_a_profile():
     layout = ExpertLayout(E + 1, 3 * BLOCK_BYTES // 2)
     hot = InitialPlacement(config(num_resident=2), profile_of([[6, 7]] * 3))

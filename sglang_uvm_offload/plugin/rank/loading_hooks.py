@@ -25,6 +25,7 @@ from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
 from sglang_uvm_offload.plugin.rank.state import MODEL, RankState
+from sglang_uvm_offload.plugin.slots.runners import pads_with_first
 from sglang_uvm_offload.residency.model import ModelExperts
 
 _WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral")
@@ -55,7 +56,8 @@ class LoadingHooks:
             problems += built_runners.problems(rank.config, module, _layers(model), model_config.quantization)
         refuse(problems)
         self._residency = Residency(rank.config, rank.manager, rank.backend, runner, model, module, built)
-        rank.manager.place_model(model, self._residency.decide(profile))
+        keeps_first = rank.backend.on_cuda and any(map(pads_with_first, _layers(model)))
+        rank.manager.place_model(model, self._residency.decide(profile, keeps_first))
 
     def _place_draft(self, model: ModelExperts, module: torch.nn.Module) -> None:
         """The target gives way to what the draft model takes."""

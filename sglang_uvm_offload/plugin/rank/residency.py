@@ -58,8 +58,8 @@ class Residency:
         self._asked: Asked
         self._division: Division
 
-    def decide(self, profile: Profile | None) -> InitialPlacement:
-        """What to begin with. ``profile``: the one to start from."""
+    def decide(self, profile: Profile | None, keeps_first: bool) -> InitialPlacement:
+        """What to begin with. ``profile``: the one to start from. ``keeps_first``: as of ``InitialPlacement``."""
         config = self._config
         self._asked = self._budgets.asked(profile, self._top_k, config.slots)
         drafts = 0 if config.num_resident is not None else self._budgets.draft_bytes(self._model.layers)
@@ -74,7 +74,7 @@ class Residency:
         if self.stream_tokens == NEVER and self._manager.progress():
             self._tell_of_long_steps()
         chosen_by = profile if config.resident_selection == "frequency" else None
-        return InitialPlacement(self._resolved(), chosen_by, self._built.first, self._asked.converts)
+        return InitialPlacement(self._resolved(), chosen_by, self._built.first, self._asked.converts, keeps_first)
 
     def _resolved(self) -> OffloadConfig:
         division = self._division

@@ -63,6 +63,12 @@ def no_slots_in(layer: Any) -> str | None:
     return None if backend.is_marlin() else _by_runner(backend.value)
 
 
+def pads_with_first(layer: Any) -> bool:
+    """Whether a built MoE layer computes rows of padding that read its first expert, unless a slot is read (``deep_gemm``)."""
+    backend = moe_runner_backend(layer)
+    return backend is not None and bool(backend.is_deep_gemm())
+
+
 def _by_runner(runner: str) -> str:
     return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
 
