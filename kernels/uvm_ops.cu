@@ -5,7 +5,7 @@
 // returns its cudaError_t and fills a uvm_failure with the call, the span, and the driver's description. It then clears
 // the runtime's "last error", because the next reader (torch, after its next launch) would take it for its own.
 //
-// Launches use cudaLaunchKernel rather than <<<>>>: it returns its own error, and a host compiler accepts it, so the
+// Launches use cudaLaunchKernelExC rather than <<<>>>: it returns its own error, and a host compiler accepts it, so the
 // tests run these same kernels on a CPU.
 
 #include <cuda_runtime.h>
@@ -86,13 +86,17 @@ struct uvm_routing {
     int kind;         // of ids
     int rows;
     int k;
+    int* order;   // [num_blocks * block_size] null, or where to align at most max_aligned ids
     int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none
     int num_blocks;
-    const int* padded;  // [1] rows in computed blocks
+    int* padded;     // [1] rows in computed blocks
+    int num_padded;  // 2: padded[1] is, of the aligned ids, the number of blocks without an expert
     int block_size;
+    int read_rows;             // rows for which one read of their expert in place is enough
     int brings;                // whether experts are brought for the step, so that misses fill no slots
     const long long* control;  // as for the counters
-    const int* ends;           // [1 + max_requests] for a prefill: the number of requests, then the end row of each
+    const int* requests;  // [1 + 2 * max_requests] for a prefill: how many end in it, and of each the first row and
+                          // the one behind the last
 };
 
 // A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from first_slot on are slots.
@@ -131,6 +135,7 @@ constexpr int max_pool_experts = 1 << 17;
 constexpr int pool_chunk = sizeof(uint4);  // experts whose worth one load reads
 constexpr int max_fills = 64;
 constexpr int max_requests = 256;
+constexpr int max_aligned = 64;
 constexpr int slot_blocks = 32;  // a power of two
 constexpr int fills_bits = 7;    // of a number of fills
 static_assert(max_fills < 1 << fills_bits, "they share a word with the number of the launch");
@@ -150,6 +155,7 @@ UVM_API int uvm_max_pool_experts() { return max_pool_experts; }
 UVM_API int uvm_pool_chunk() { return pool_chunk; }
 UVM_API int uvm_max_fills() { return max_fills; }
 UVM_API int uvm_max_requests() { return max_requests; }
+UVM_API int uvm_max_aligned() { return max_aligned; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
 
 // ---- failures -------------------------------------------------------------------------------------------------------
@@ -320,10 +326,34 @@ cudaError_t prefetch_all(uvm_failure* failure, char* address, const uvm_span* sp
     return error;
 }
 
+// `programmatic`: whether it may start before the kernel in front of it has ended, on a GPU of sm_90 or newer.
 cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads,
-                   void** arguments, cudaStream_t stream) {
-    cudaError_t error = cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, stream);
+                   void** arguments, cudaStream_t stream, bool programmatic = false) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = programmatic;
+    cudaError_t error = cudaLaunchKernelExC(&config, kernel, arguments);
     return error == cudaSuccess ? error : fail(failure, name, -1, error);
+}
+
+// A kernel that was launched programmatically waits here until the one in front of it has ended and its writes show.
+__device__ void await_earlier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start, if it is launched programmatically.
+__device__ void begin_later() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // The tests' host build defines its own read, whose time depends on where the page is.
@@ -765,11 +795,6 @@ extern "C" __global__ void uvm_count_histogram_kernel(const int* histogram, int 
     }
 }
 
-extern "C" __global__ void uvm_set_control_kernel(long long* control, long long valid, long long phase) {
-    control[0] = valid;
-    control[1] = phase;
-}
-
 namespace {
 int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) / 32 * 32; }
 }  // namespace
@@ -805,17 +830,6 @@ UVM_API int uvm_count_histogram(const int* histogram, int length, int num_expert
     void* arguments[] = {&histogram, &length, &num_experts, &in_place, &control, &counts};
     return launch(failure, (const void*)uvm_count_histogram_kernel, "uvm_count_histogram", (length + 255) / 256, 256,
                   arguments, stream);
-}
-
-// Sets, in stream order, the valid rows and the phase of the following steps. Refused during capture: a graph would set
-// the captured values again at each replay.
-UVM_API int uvm_set_control(long long* control, long long valid, long long phase, cudaStream_t stream,
-                            uvm_failure* failure) {
-    if (valid < 0 || phase < 0 || phase > 1) return fail(failure, "uvm_set_control", -1, cudaErrorInvalidValue);
-    cudaError_t error = refuse_capture(failure, stream);
-    if (error != cudaSuccess) return error;
-    void* arguments[] = {&control, &valid, &phase};
-    return launch(failure, (const void*)uvm_set_control_kernel, "uvm_set_control", 1, 1, arguments, stream);
 }
 
 // ---- slots: rows in VRAM that layers share, filled by the misses of the current step --------------------------------
@@ -871,8 +885,10 @@ struct slot_choice {
     unsigned misses[max_slot_experts];      // keys, in any order: the largest is filled first
     unsigned char worth[max_slot_experts];  // of each expert, in a slot or not
     int num_misses;
-    int fill[max_slot_experts];   // experts, in order
-    int evict[max_slot_experts];  // their places in the pool, in order
+    int bucket[max_aligned];       // of each pair of a row and an expert to align: its expert, plus one; 0: none
+    int bucket_rows[max_aligned];  // at its first pair
+    int fill[max_slot_experts];    // experts, in order
+    int evict[max_slot_experts];   // their places in the pool, in order
     int found[copy_threads];
     int num_found;   // of all threads and rounds
     unsigned least;  // of all threads
@@ -881,48 +897,58 @@ struct slot_choice {
 // One expert's state, and what else of it a step reads.
 struct slot_expert {
     unsigned last, lately, long_rate, share;
-    int slot, now, before;  // slot_of and both classes of the layer
+    int now, before;  // both classes of the layer
+    int slot;         // slot_of
 };
 constexpr int experts_each = max_slot_experts / copy_threads, classes_each = classes / copy_threads;
 static_assert(max_slot_experts % copy_threads == 0 && classes % copy_threads == 0, "each thread has as many");
 
-// What a thread of the deciding block reads first, all at once: each read that waits for another costs a round trip to
-// the L2 cache, or to VRAM where a step's experts have taken the cache (reads in a row took 7 to 10 us a layer). The
-// first block reads it before it knows whether it decides. If another one does, which writes meanwhile, it is not used.
+// What a thread of the deciding block reads. Each read that waits for another costs a round trip to the L2 cache, or to
+// VRAM where a step's experts have taken the cache (reads in a row took 7 to 10 us a layer), so none does. The first
+// block reads it before it knows whether it decides. If another one does, which writes meanwhile, it is not used.
 struct slot_inputs {
+    slot_expert experts[experts_each];
     long long valid, phase, id;  // control, and the first expert id of this thread
     int padded, block;           // the first block of rows of this thread
     int taken;
     unsigned now;
-    slot_expert experts[experts_each];
 };
 
-__device__ void read_inputs(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
-                            slot_inputs& inputs, slot_choice& choice) {
+// What no kernel writes between the last resolve of this layer and this one.
+__device__ void read_state(const uvm_slots& layer, const slot_table* table, slot_inputs& inputs, slot_choice& choice) {
     const int thread = threadIdx.x;
-    const int* slot_of = layer.pool.slot_of + layer.at * layer.pool.width;
 #pragma unroll
     for (int i = 0; i < experts_each; i++) {
         const int expert = thread + i * copy_threads;
         if (expert >= layer.num_experts) break;
-        inputs.experts[i] = {layer.last[expert],
-                             layer.lately[expert],
-                             layer.long_[expert],
-                             layer.share[expert],
-                             slot_of[expert],
-                             layer.classes[expert],
-                             layer.classes[layer.num_experts + expert]};
+        inputs.experts[i] = {layer.last[expert],  layer.lately[expert],  layer.long_[expert],
+                             layer.share[expert], layer.classes[expert], layer.classes[layer.num_experts + expert]};
     }
-    inputs.taken = *layer.pool.taken;
-    inputs.now = table->step;
-    inputs.id = thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
-    inputs.padded = *step.padded;
-    inputs.block = thread < step.num_blocks ? step.blocks[thread] : -1;
     unsigned values[classes_each];
 #pragma unroll
     for (int i = 0; i < classes_each; i++) values[i] = table->values[thread + i * copy_threads];
 #pragma unroll
     for (int i = 0; i < classes_each; i++) choice.class_values[thread + i * copy_threads] = values[i];
+}
+
+// What earlier kernels of the step write.
+__device__ void read_step(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
+                          slot_inputs& inputs) {
+    const int thread = threadIdx.x;
+    const int* slot_of = layer.pool.slot_of + layer.at * layer.pool.width;
+    inputs.valid = step.control[0];
+    inputs.phase = step.control[1];
+    inputs.taken = *layer.pool.taken;
+    inputs.now = table->step;
+    inputs.id = thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
+    inputs.padded = step.order ? 0 : *step.padded;
+    inputs.block = !step.order && thread < step.num_blocks ? step.blocks[thread] : -1;
+#pragma unroll
+    for (int i = 0; i < experts_each; i++) {
+        const int expert = thread + i * copy_threads;
+        if (expert >= layer.num_experts) break;
+        inputs.experts[i].slot = slot_of[expert];
+    }
 }
 
 // Classes an expert anew. Returns its value.
@@ -979,10 +1005,10 @@ __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int 
         choice.rates[expert] = 0;
     }
     __syncthreads();
-    const int requests = step.ends[0] < max_requests ? step.ends[0] : max_requests;
+    const int requests = step.requests[0] < max_requests ? step.requests[0] : max_requests;
     for (int i = threadIdx.x; i < requests * tail; i += blockDim.x) {
         const int request = i / tail, back = i % tail;
-        const int begin = request ? step.ends[request] : 0, end = step.ends[1 + request];
+        const int begin = step.requests[1 + 2 * request], end = step.requests[2 + 2 * request];
         const int row = (end < rows ? end : rows) - 1 - back;
         if (row < begin) continue;
         for (int k = 0; k < step.k; k++) {
@@ -995,9 +1021,15 @@ __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int 
     __syncthreads();
 }
 
-// Of a miss. Values are below 1 << 21. Of equal ones the lower ids come first.
-__device__ unsigned miss_key(unsigned value, int expert) {
-    return value * max_slot_experts + (max_slot_experts - 1 - expert);
+// Of a miss. Those that in place would be read more than once come first. Values are below 1 << 21. Of equal ones the
+// lower ids come first.
+__device__ unsigned miss_key(unsigned value, int expert, bool read_again) {
+    return ((read_again ? 1u << 21 : 0) + value) * max_slot_experts + (max_slot_experts - 1 - expert);
+}
+
+// What a victim must be worth less than, for a miss to take its slot.
+__device__ unsigned admission(const slot_choice& choice, int expert, int read_rows) {
+    return choice.tokens[expert] > (unsigned)read_rows ? not_held - 1 : choice.worth[expert];
 }
 
 // Sorts the misses, by counting the keys before each, and takes the first ones. All keys differ.
@@ -1091,15 +1123,16 @@ __device__ void hide_what_is_read(const uvm_slots& layer, slot_choice& choice, b
 }
 
 // Takes the victims of the misses from `first` to `end` in choice.fill: those of the least worth, then of the next one,
-// until no miss is worth more, if it must be, or none is left. A round of all threads takes those of one worth. Returns
-// the number of victims.
-__device__ int take_victims(const pool_run& run, slot_choice& choice, int first, int end, bool worth_more) {
+// until no miss is worth more, or none is left. `read_rows`: as of uvm_routing; 0: they need not be worth more. A round
+// of all threads takes those of one worth. Returns the number of victims.
+__device__ int take_victims(const pool_run& run, slot_choice& choice, int first, int end, int read_rows) {
     int taken = 0, wanted = end - first;
     for (unsigned mine = least_worth(run, 0);;) {
         if (mine < choice.least) atomicMin(&choice.least, mine);  // few threads get here before a lower one
         __syncthreads();
         const unsigned least = choice.least;
-        while (worth_more && wanted > taken && choice.worth[choice.fill[first + wanted - 1]] <= least) wanted--;
+        while (read_rows && wanted > taken && admission(choice, choice.fill[first + wanted - 1], read_rows) <= least)
+            wanted--;
         if (wanted == taken || least == not_held) return taken;
         const int found = mine == least ? find_worth(run, least, wanted - taken, nullptr) : 0;
         choice.found[threadIdx.x] = found;
@@ -1147,7 +1180,8 @@ __device__ void take_slots(const uvm_slots& layer, slot_choice& choice, int take
 
 // Chooses this step's fills, counts them, and updates what the pool holds. Free slots go first. Returns the number of
 // fills.
-__device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int taken, unsigned long long* counts) {
+__device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int taken, int read_rows,
+                            unsigned long long* counts) {
     const int left = layer.pool.num_slots - taken;
     const int most = choice.num_misses < max_fills ? choice.num_misses : max_fills;
     const int unused = left < most ? left : most;
@@ -1156,7 +1190,7 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int tak
     if (unused < most) hide_what_is_read(layer, choice, true);
     __syncthreads();
     if (unused < most) {
-        fills += take_victims(pool_run(layer), choice, unused, most, true);
+        fills += take_victims(pool_run(layer), choice, unused, most, read_rows);
         hide_what_is_read(layer, choice, false);
         __syncthreads();
     }
@@ -1174,10 +1208,9 @@ __device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
     *(volatile unsigned*)&layer.turn[1] = launch << fills_bits | fills;
 }
 
-// One block does this for all: counts the step, chooses the fills, and redirects blocks of rows to the slots of their
-// experts. Returns the number of fills.
+// One block does this for all: counts the step, and chooses the fills. Returns their number.
 __device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step, slot_inputs& inputs,
-                       slot_choice& choice, unsigned launch) {
+                       slot_choice& choice) {
     const bool decode = inputs.phase == 1;
     unsigned long long* counts = layer.counts + inputs.phase * slot_kinds * layer.width;
     const int rows = inputs.valid < step.rows ? (int)inputs.valid : step.rows;
@@ -1198,28 +1231,73 @@ __device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_rout
             atomicAdd(&counts[slot_tokens * layer.width + expert], (unsigned long long)tokens);
             if (!step.brings) atomicAdd(&counts[slot_hits * layer.width + expert], 1ULL);
         }
-        const bool wanted = decode ? tokens != 0 : choice.distance[expert] < tail;
-        const bool miss = wanted && !it.slot && it.share && !step.brings;
-        const unsigned value = decode ? observe(it, table, inputs.now, wanted, choice)
+        const bool used = decode ? tokens != 0 : choice.distance[expert] < tail;
+        const bool read_again = tokens > (unsigned)step.read_rows;
+        const bool miss = (used || read_again) && !it.slot && it.share && !step.brings;
+        const unsigned value = decode ? observe(it, table, inputs.now, used, choice)
                                       : expect(it, inputs.now, choice.distance[expert], choice.rates[expert], choice);
         write_expert(layer, expert, it);
         choice.slot_of[expert] = it.slot;
         choice.worth[expert] = worth_of(value);
         worth[expert] = it.slot ? choice.worth[expert] : not_held;
-        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert);
+        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert, read_again);
     }
     __syncthreads();
-    int fills = 0;
-    if (choice.num_misses) fills = choose_fills(layer, choice, inputs.taken, counts + slot_fills * layer.width);
-    publish(layer, launch, fills);
+    const int most = choice.num_misses;
+    return most ? choose_fills(layer, choice, inputs.taken, step.read_rows, counts + slot_fills * layer.width) : 0;
+}
+
+// The row that an expert is computed from.
+__device__ int row_of(const uvm_slots& layer, const slot_choice& choice, int expert) {
+    const int slot = expert >= 0 && expert < layer.num_experts ? choice.slot_of[expert] - 1 : -1;
+    return slot < 0 ? expert : layer.first_slot + slot;
+}
+
+// Redirects blocks of rows to the slots of their experts.
+__device__ void redirect(const uvm_slots& layer, const uvm_routing& step, const slot_inputs& inputs,
+                         const slot_choice& choice) {
     const int computed = inputs.padded / step.block_size;
     const int count = computed < step.num_blocks ? computed : step.num_blocks;
     for (int i = threadIdx.x; i < count; i += copy_threads) {
         const int expert = i < copy_threads ? inputs.block : step.blocks[i];
-        const int slot = expert >= 0 && expert < layer.num_experts ? choice.slot_of[expert] - 1 : -1;
-        if (slot >= 0) step.blocks[i] = layer.first_slot + slot;
+        const int row = row_of(layer, choice, expert);
+        if (row != expert) step.blocks[i] = row;
     }
-    return fills;
+}
+
+// Makes the lists of a MoE's aligner, redirected: pairs of a row and an expert, grouped by expert in ascending order,
+// -1 first, each group filled up to whole blocks with the number of pairs. They are those of SGLang's aligner for few
+// ids (moe_align_small_numel) to the last bit. What is behind the last block stays as it is, there too.
+__device__ void align(const uvm_slots& layer, const uvm_routing& step, const slot_inputs& inputs, slot_choice& choice) {
+    const int pairs = step.rows * step.k, mine = threadIdx.x, bucket = (int)inputs.id + 1;
+    if (mine < pairs) choice.bucket[mine] = bucket;
+    __syncthreads();
+    int alike = 0, before = 0;
+    for (int i = 0; mine < pairs && i < pairs; i++) {
+        alike += choice.bucket[i] == bucket;
+        before += choice.bucket[i] == bucket && i < mine;
+    }
+    const int rows = before ? 0 : (alike + step.block_size - 1) / step.block_size * step.block_size;
+    if (mine < pairs) choice.bucket_rows[mine] = rows;
+    __syncthreads();
+    int begin = 0, total = 0, inactive = 0;
+    for (int i = 0; i < pairs; i++) {
+        const int in_bucket = choice.bucket_rows[i];
+        total += in_bucket;
+        begin += choice.bucket[i] < bucket ? in_bucket : 0;
+        inactive += choice.bucket[i] ? 0 : in_bucket;
+    }
+    for (int row = mine; row < total; row += copy_threads) step.order[row] = pairs;
+    __syncthreads();
+    if (mine < pairs) {
+        step.order[begin + before] = mine;
+        const int from = row_of(layer, choice, bucket - 1);
+        for (int row = begin; row < begin + rows; row += step.block_size) step.blocks[row / step.block_size] = from;
+    }
+    if (mine == 0) {
+        step.padded[0] = total;
+        if (step.num_padded > 1) step.padded[1] = inactive / step.block_size;
+    }
 }
 
 // Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks.
@@ -1245,33 +1323,43 @@ __device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volati
 
 // One launch per layer. The first block to arrive decides, and the others wait for it, so no block waits for one that
 // has not started. With a bound of one block a multiprocessor, what is read first stays in registers.
+//
+// Launched programmatically, a block may start before the kernel in front of it has ended, and the next kernel's blocks
+// before this one's have (CUDA Programming Guide, Programmatic Dependent Launch). Nothing is written, and of what other
+// kernels write only read_state reads anything, before await_earlier.
 extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step) {
     __shared__ slot_choice choice;
     __shared__ unsigned arrived, published;
-    const unsigned taken = threadIdx.x == 0 ? atomicAdd(&layer.turn[0], 1u) : 0;
     slot_inputs inputs;
-    inputs.valid = step.control[0];
-    inputs.phase = step.control[1];
     const bool first = blockIdx.x == 0;  // which arrives first, as a rule
-    if (first) read_inputs(layer, table, step, inputs, choice);
-    for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) choice.tokens[expert] = 0;
+    if (first) read_state(layer, table, inputs, choice);
+    for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads)
+        choice.tokens[expert] = choice.slot_of[expert] = 0;
     if (threadIdx.x == 0) {
-        arrived = taken;
         choice.num_misses = choice.num_found = 0;
         choice.least = not_held;
     }
+    await_earlier();
+    begin_later();
+    const unsigned taken = threadIdx.x == 0 ? atomicAdd(&layer.turn[0], 1u) : 0;
+    if (first) read_step(layer, table, step, inputs);
+    if (threadIdx.x == 0) arrived = taken;
     __syncthreads();
     const unsigned launch = arrived / slot_blocks + 1;
     const unsigned place = arrived % slot_blocks;
-    if (inputs.valid <= 0) {  // told all the same, so that no later launch finds its own number here
-        if (place == 0) publish(layer, launch, 0);
-        return;
-    }
-    int fills;
+    int fills = 0;
     if (place == 0) {
-        if (!first) read_inputs(layer, table, step, inputs, choice);
-        fills = resolve(layer, table, step, inputs, choice, launch);
+        if (!first) {
+            read_state(layer, table, inputs, choice);
+            read_step(layer, table, step, inputs);
+        }
+        if (inputs.valid > 0) fills = resolve(layer, table, step, inputs, choice);
+        publish(layer, launch, fills);  // always, so that no later launch finds its own number here
+        if (step.order)
+            align(layer, step, inputs, choice);
+        else if (inputs.valid > 0)
+            redirect(layer, step, inputs, choice);
     } else {
         if (threadIdx.x == 0) {
             unsigned told;
@@ -1302,13 +1390,18 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     __syncthreads();
     if (control[0] <= 0) return;
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) {
-        slot_expert it = {layer.last[expert], layer.lately[expert], layer.long_[expert], layer.share[expert],
+        slot_expert it = {layer.last[expert],
+                          layer.lately[expert],
+                          layer.long_[expert],
+                          layer.share[expert],
+                          0,
+                          0,
                           layer.pool.slot_of[own + expert]};
         const unsigned value = value_of(it, table->step, choice);
         choice.slot_of[expert] = it.slot;
         choice.worth[expert] = worth_of(value);
         const bool miss = it.share && !it.slot;
-        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert);
+        if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert, false);
         layer.came[expert] = miss;
     }
     __syncthreads();
@@ -1320,38 +1413,46 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     if (unused < misses) {
         pool_run run(layer);
         run.keeps(beside);
-        fills += take_victims(run, choice, unused, misses, false);
+        fills += take_victims(run, choice, unused, misses, 0);
     }
     unsigned long long* counts = layer.counts + control[1] * slot_kinds * layer.width;
     take_slots(layer, choice, taken, unused, fills, brought, counts + slot_brought * layer.width);
     if (threadIdx.x == 0) brought[0] = fills;
 }
 
-// Copies what was brought, by few blocks: they read over the link beside the layer that is computed meanwhile.
+// Copies chosen experts into their slots, by few blocks: they read over the link beside what is computed meanwhile.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
-    uvm_fill_brought_kernel(uvm_rows tensors, int first_slot, const int* brought) {
-    fill_slots(tensors, first_slot, brought, brought[0], blockIdx.x, gridDim.x);
+    uvm_fill_slots_kernel(uvm_rows tensors, int first_slot, const int* chosen) {
+    fill_slots(tensors, first_slot, chosen, chosen[0], blockIdx.x, gridDim.x);
 }
 
-// Begins a step: halves large counts, and computes the step's values from the counts of earlier steps.
-extern "C" __global__ void uvm_begin_slots_kernel(slot_table* table) {
-    for (int i = threadIdx.x; i < classes; i += blockDim.x) {
+// Sets what the kernels of a step read of it. With a table, also begins a step for the slots: halves large counts, and
+// computes the step's values from the counts of earlier steps.
+extern "C" __global__ void uvm_begin_step_kernel(long long* control, long long valid, long long phase,
+                                                 slot_table* table) {
+    for (int i = threadIdx.x; table && i < classes; i += blockDim.x) {
         const int halve = table->events[i] >= max_events;
         table->events[i] >>= halve;
         table->uses[i] >>= halve;
         table->values[i] = (unsigned)(((unsigned long long)table->uses[i] << value_bits) / table->events[i]);
     }
-    if (threadIdx.x == 0) table->step++;
+    if (threadIdx.x != 0) return;
+    control[0] = valid;
+    control[1] = phase;
+    if (table) table->step++;
 }
 
 UVM_API int uvm_slot_classes() { return classes; }
 
-// Begins a step for the slots. Refused during capture: a graph would begin one at each replay.
-UVM_API int uvm_begin_slots(slot_table* table, cudaStream_t stream, uvm_failure* failure) {
+// Sets, in stream order, the valid rows and the phase of the following step, and begins it for the slots of `table`,
+// null for none. Refused during capture: a graph would set the captured values again at each replay.
+UVM_API int uvm_begin_step(long long* control, long long valid, long long phase, slot_table* table, cudaStream_t stream,
+                           uvm_failure* failure) {
+    if (valid < 0 || phase < 0 || phase > 1) return fail(failure, "uvm_begin_step", -1, cudaErrorInvalidValue);
     cudaError_t error = refuse_capture(failure, stream);
     if (error != cudaSuccess) return error;
-    void* arguments[] = {&table};
-    return launch(failure, (const void*)uvm_begin_slots_kernel, "uvm_begin_slots", 1, copy_threads, arguments, stream);
+    void* arguments[] = {&control, &valid, &phase, &table};
+    return launch(failure, (const void*)uvm_begin_step_kernel, "uvm_begin_step", 1, copy_threads, arguments, stream);
 }
 
 namespace {
@@ -1364,19 +1465,21 @@ bool valid_slots(const uvm_slots& layer, const uvm_rows& tensors) {
 }
 }  // namespace
 
-// Serves one layer of a step from its slots: counts, fills, and rewrites the blocks. One launch, no allocation, no
-// synchronisation: a graph may capture it.
+// Serves one layer of a step from its slots: counts, fills the rows of `tensors`, and makes or rewrites the lists. One
+// launch, no allocation, no synchronisation: a graph may capture it. `programmatic`: whether it may start before the
+// kernel in front of it has ended. Not where that one resolves the same layer, or begins a step.
 UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
-                              const uvm_routing* step, cudaStream_t stream, uvm_failure* failure) {
-    const bool valid = valid_slots(*layer, *tensors) && step->rows > 0 && step->k > 0 &&
-                       step->rows <= INT_MAX / step->k && step->block_size > 0;
+                              const uvm_routing* step, int programmatic, cudaStream_t stream, uvm_failure* failure) {
+    bool valid = valid_slots(*layer, *tensors) && step->rows > 0 && step->k > 0 && step->rows <= INT_MAX / step->k;
+    valid = valid && step->block_size > 0 && step->read_rows > 0;
+    valid = valid && (!step->order || (long long)step->rows * step->k <= max_aligned);
     if (!valid) return fail(failure, "uvm_resolve_slots", -1, cudaErrorInvalidValue);
     uvm_slots slots = *layer;
     uvm_rows parts = *tensors;
     uvm_routing routing = *step;
     void* arguments[] = {&slots, &parts, &table, &routing};
     return launch(failure, (const void*)uvm_resolve_slots_kernel, "uvm_resolve_slots", slot_blocks, copy_threads,
-                  arguments, stream);
+                  arguments, stream, programmatic);
 }
 
 // Chooses slots for the offloaded experts of a layer. Refused during capture: a graph would bring them at each replay.
@@ -1390,16 +1493,17 @@ UVM_API int uvm_bring_slots(const uvm_slots* layer, const uvm_rows* tensors, con
     return launch(failure, (const void*)uvm_bring_slots_kernel, "uvm_bring_slots", 1, copy_threads, arguments, stream);
 }
 
-// Copies what uvm_bring_slots chose, by `blocks` blocks. The caller orders it after that.
-UVM_API int uvm_fill_brought(int device, const uvm_rows* tensors, int first_slot, const int* brought, int blocks,
-                             cudaStream_t stream, uvm_failure* failure) {
+// Copies rows of the experts that uvm_bring_slots or uvm_resolve_slots chose, by `blocks` blocks. The caller orders it
+// after that.
+UVM_API int uvm_fill_slots(int device, const uvm_rows* tensors, int first_slot, const int* chosen, int blocks,
+                           cudaStream_t stream, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
     if (tensors->count <= 0 || tensors->count > max_rows || blocks <= 0) {
-        return fail(failure, "uvm_fill_brought", -1, cudaErrorInvalidValue);
+        return fail(failure, "uvm_fill_slots", -1, cudaErrorInvalidValue);
     }
     uvm_rows parts = *tensors;
-    void* arguments[] = {&parts, &first_slot, &brought};
-    return launch(failure, (const void*)uvm_fill_brought_kernel, "uvm_fill_brought", blocks, copy_threads, arguments,
+    void* arguments[] = {&parts, &first_slot, &chosen};
+    return launch(failure, (const void*)uvm_fill_slots_kernel, "uvm_fill_slots", blocks, copy_threads, arguments,
                   stream);
 }

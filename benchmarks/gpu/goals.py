@@ -105,6 +105,21 @@ def resolving(rows: PartRows) -> Ratio | None:
     return (worst["median"], f"{worst['slots']} slots, batch {worst['batch']}: {show(worst)}") if worst else None
 
 
+def aligning(rows: PartRows) -> Ratio | None:
+    """Of all settings the worst."""
+    found = []
+    for slots in find(rows.get("resolve", ()), "align", way="slots"):
+        same = {name: slots[name] for name in ("slots", "batch")}
+        found.append(compared(slots, one(rows, "resolve", "align", way="SGLang", **same)))
+    return worst_of(found)
+
+
+def overlapping(rows: PartRows) -> Ratio | None:
+    """Where the most miss."""
+    found = find(rows.get("overlap", ()), "overlap", way="beside")
+    return compared(found[-1], one(rows, "overlap", "overlap", way="before", misses=found[-1]["misses"])) if found else None
+
+
 FEWEST_FILLS = 4
 """Of a layer, from which on their rate is judged: one small expert is over before the link is full, whatever copies it."""
 
@@ -237,6 +252,13 @@ GOALS: dict[str, tuple[Goal, ...]] = {
     ),
     "slots": (
         Goal("microseconds of a layer to resolve slots with nothing to fill (worst)", "<=", 2, resolving),
+        Goal("aligning and resolving few ids over SGLang's aligner alone (worst)", "<=", 1, aligning),
+        Goal(
+            "a step whose w2 comes beside its first GEMM over one that waits (most misses)",
+            "<=",
+            1,
+            overlapping,
+        ),
         Goal("fills of 4 and more experts over a copy of them (worst)", ">=", 0.9, filling),
         Goal("read rate of slots over that of plain VRAM (worst)", ">=", 0.9, slots_in_vram),
     ),

@@ -20,6 +20,7 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import SLOT_FILLS, SLOT_HITS, Phase
 from sglang_uvm_offload.streaming.model_slots import LayerSlots, ModelSlots
@@ -132,7 +133,7 @@ class RowsRead:
     def run(self, weights: Tensors) -> None:
         self._blocks.copy_(self._owners)
         if slots := self._find(weights["w13_weight"].data_ptr()):
-            slots.resolve(self._ids, self._blocks, self._padded, self.block)
+            slots.resolve(self._ids, BlockLists(self._blocks, self._padded, self.block))
 
     def result(self, weights: Tensors) -> torch.Tensor:
         return torch.cat([rows_read(self._all_rows(tensor), self._blocks) for tensor in weights.values()])

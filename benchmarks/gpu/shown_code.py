@@ -24,8 +24,8 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "copy blocks": {f"{PACKAGE}/memory/staging.py": ()},
     "threshold": {f"{PACKAGE}/plan/streaming.py": ()},
     "counters": {KERNELS: ("uvm_count_routing_kernel",)},
-    "slots": {KERNELS: ("uvm_resolve_slots_kernel", "uvm_begin_slots_kernel")},
-    "brought": {KERNELS: ("uvm_bring_slots_kernel", "uvm_fill_brought_kernel")},
+    "slots": {KERNELS: ("uvm_resolve_slots_kernel", "uvm_begin_step_kernel")},
+    "brought": {KERNELS: ("uvm_bring_slots_kernel", "uvm_fill_slots_kernel")},
     "read times": {KERNELS: ("uvm_time_reads_kernel",), f"{PACKAGE}/cuda/read_times.py": ()},
     "link": {KERNELS: ("uvm_read_kernel",), f"{PACKAGE}/cuda/link.py": ()},
 }

@@ -18,8 +18,8 @@ from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.memory.protocol import ManagedRange
+from sglang_uvm_offload.memory.slots import MAX_ALIGNED, NO_TENSORS, BlockLists, SlotLayer
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
-from sglang_uvm_offload.memory.slots import SlotLayer
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS, Part
 from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import SLOT_BROUGHT, SLOT_FILLS, SLOT_HITS, Phase
@@ -28,6 +28,9 @@ KIB, MIB = 1 << 10, 1 << 20
 BLOCK_M = 16
 
 # ---- deciding ----
+
+
+ALIGNED = ("SGLang", "SGLang, then slots", "slots")
 
 
 class Resolved:
@@ -51,6 +54,9 @@ class Resolved:
         self.use(num_slots)
         self._counters.begin_step(0, Phase.DECODE)
         self._graph = capture(self._forward)
+        self._aligned = (
+            {way: capture(partial(self._align, way)) for way in ALIGNED} if batch * self.TOP_K <= MAX_ALIGNED else {}
+        )
 
     def _fill(self, num_slots: int) -> None:
         """Slot after slot gets one of each layer's first experts, in as many steps as the fills of a step allow."""
@@ -59,7 +65,7 @@ class Resolved:
         for _ in range(0, num_slots, 64):
             self.begin_step(len(ids))
             for layer in range(self._layers):
-                self._slots.resolve(layer, ids, nothing, none, BLOCK_M)
+                self._slots.resolve(layer, ids, BlockLists(nothing, none, BLOCK_M))
 
     def use(self, experts: int) -> int:
         """The next steps choose among the first ``experts`` at random. Returns how many they use."""
@@ -76,12 +82,34 @@ class Resolved:
 
     def _forward(self) -> None:
         for layer in range(self._layers):
-            self._slots.resolve(layer, self._ids, self._blocks[layer], self._padded, BLOCK_M)
+            self._slots.resolve(layer, self._ids, BlockLists(self._blocks[layer], self._padded, BLOCK_M))
+
+    def _align(self, way: str) -> None:
+        """``ALIGNED``: who makes the lists, and whether they are resolved."""
+        from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size  # imported late: no other part needs SGLang
+
+        pairs = self._ids.numel()
+        for layer in range(self._layers):
+            if way == "slots":
+                order, blocks, padded = (self._ids.new_empty(size) for size in (pairs * BLOCK_M, pairs, 1))
+                self._slots.resolve(layer, self._ids, BlockLists(blocks, padded, BLOCK_M, order=order))
+                continue
+            _, blocks, padded = moe_align_block_size(self._ids, BLOCK_M, self.EXPERTS)
+            if way == "SGLang, then slots":
+                self._slots.resolve(layer, self._ids, BlockLists(blocks, padded, BLOCK_M))
 
     def replay_ms(self) -> float:
         self._blocks.copy_(self._owners)
         self.begin_step(self._batch)
         return elapsed_ms(self._graph.replay)
+
+    def aligned_ms(self) -> dict[str, float]:
+        """By ``ALIGNED``; empty for too many ids."""
+        times = {}
+        for way, graph in self._aligned.items():
+            self.begin_step(self._batch)
+            times[way] = elapsed_ms(graph.replay)
+        return times
 
     def counted(self, kind: int) -> int:
         """Of all decode steps, a kind of ``routing.counts``."""
@@ -91,7 +119,8 @@ class Resolved:
 
 
 def resolve(rows: Rows) -> None:
-    """75 layers in one graph: what deciding takes where all experts are in slots, and where the pool is full and some miss."""
+    """75 layers in one graph: what deciding takes where all experts are in slots, and where the pool is full and some miss; and
+    beside SGLang's aligner, after it and in its place."""
     layers = rows.pick(75, 2)
     for num_slots in (64, 192):
         for batch in (1, 8, 64)[:: rows.pick(1, 2)]:
@@ -108,7 +137,10 @@ def resolve_hits(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
     times = [step.replay_ms() for _ in range(rows.pick(32, 3))][2:]
     rows.put("resolve", "us a layer", [1e3 * ms / labels["layers"] for ms in times], **labels)
     begin = [elapsed_ms(partial(step.begin_step, labels["batch"])) for _ in range(rows.pick(20, 2))]
-    rows.put("begin_slots", "ms", begin, **labels)
+    rows.put("begin_step", "ms", begin, **labels)
+    aligned = [step.aligned_ms() for _ in range(rows.pick(32, 3))][2:]
+    for way in aligned[0]:
+        rows.put("align", "us a layer", [1e3 * ms[way] / labels["layers"] for ms in aligned], way=way, **labels)
     if (fills := step.counted(SLOT_FILLS) - before) != 0:
         raise AssertionError(f"{fills} fills in steps whose experts were all in slots")
 
@@ -159,7 +191,7 @@ class Filled:
         self.blocks = torch.zeros(count, dtype=torch.int32, device="cuda")
         self.padded = torch.tensor([count * BLOCK_M], dtype=torch.int32).cuda()
         self.counters.begin_step(0, Phase.DECODE)
-        graph = capture(lambda: self._slots.resolve(0, self.ids, self.blocks, self.padded, BLOCK_M))
+        graph = capture(lambda: self._slots.resolve(0, self.ids, BlockLists(self.blocks, self.padded, BLOCK_M)))
 
         def once(first: int) -> float:
             named = torch.arange(first, first + count, dtype=torch.int32)
@@ -184,7 +216,7 @@ class Filled:
         """Brings all experts that fit into empty slots, from the next step on."""
         self._slots.reset()
         self.counters.begin_step(1, Phase.PREFILL)
-        self._slots.begin_step([1], brings=True)
+        self._slots.begin_step([(0, 1)], brings=True)
         self._slots.link_blocks = blocks
 
         def bring() -> None:
@@ -197,7 +229,7 @@ class Filled:
         """Of all experts, as ``wrong``."""
         self.blocks = torch.arange(self.experts, dtype=torch.int32).cuda()
         padded = torch.tensor([self.experts * BLOCK_M], dtype=torch.int32).cuda()
-        self._slots.resolve(0, self.blocks.view(1, -1), self.blocks, padded, BLOCK_M)
+        self._slots.resolve(0, self.blocks.view(1, -1), BlockLists(self.blocks, padded, BLOCK_M))
         return self.wrong(0)
 
     def copied(self, count: int, first: int) -> None:
@@ -275,6 +307,73 @@ def beside(rows: Rows, memory: CudaMemory) -> None:
         raise AssertionError(f"{wrong} slots hold other bytes, filled beside another kernel")
 
 
+# ---- beside a GEMM ----
+
+
+class Overlapped:
+    """A layer of experts of 3 and 1.5 MiB, all offloaded, and two kernels in place of its GEMMs, bound by VRAM, that read
+    as many bytes as the experts of a step have."""
+
+    EXPERTS, SIZES = 64, (3072, 1536)
+
+    def __init__(self, memory: CudaMemory, most: int, small: bool):
+        sizes = [(64 if small else kib) * KIB for kib in self.SIZES]
+        pool = ExpertPool(memory, 1, self.EXPERTS, sizes, most)
+        homes = []
+        for nbytes in sizes:
+            home = pool.vacant_home(0, nbytes)
+            assert home is not None
+            home.place(np.zeros(home.layout.num_extents, dtype=bool))
+            homes.append(home)
+        pool.place_slots(most)
+        self._counters = CudaRoutingCounters(1, self.EXPERTS)
+        tensors = [TensorRows(home.address, nbytes) for home, nbytes in zip(homes, sizes, strict=True)]
+        self._slots = CudaSlots(self._counters, [SlotLayer(tensors, self.EXPERTS, 0, pool.first_slot(0))], [most])
+        self._slots.set_share(np.full((1, self.EXPERTS), WHOLE, dtype=np.uint8))
+        self.later = frozenset([homes[1].address])
+        self._read = [torch.zeros(most * nbytes, dtype=torch.uint8, device="cuda") for nbytes in sizes]
+        self._seen = [torch.zeros_like(each) for each in self._read]
+        self._pool = pool  # it keeps the tensors
+
+    def graph(self, used: int, misses: int, later: frozenset[int]) -> Callable[[], float]:
+        """Milliseconds of a captured step of ``used`` experts, of which so many miss."""
+        ids = torch.zeros(1, used, dtype=torch.int32, device="cuda")
+        blocks, padded = torch.zeros(used, dtype=torch.int32, device="cuda"), torch.tensor([used * BLOCK_M]).int().cuda()
+        self._counters.begin_step(0, Phase.DECODE)
+
+        def forward() -> None:
+            self._slots.resolve(0, ids, BlockLists(blocks, padded, BLOCK_M), later)
+            for which, (source, target) in enumerate(zip(self._read, self._seen, strict=True)):
+                if which:
+                    self._slots.await_fills()
+                torch.add(source, 1, out=target)
+
+        graph = capture(forward)
+
+        def once() -> float:
+            self._slots.reset()
+            for first in (misses, 0):  # the first step fills what the second one hits
+                ids[0].copy_(first + torch.arange(used, dtype=torch.int32) % (used - first))
+                self._counters.begin_step(1, Phase.DECODE)
+                self._slots.begin_step()
+                ms = elapsed_ms(graph.replay)
+            return ms
+
+        return once
+
+
+def overlap(rows: Rows) -> None:
+    """A step of which some experts miss, whose second GEMM's tensors come to slots before the first one, or while it runs."""
+    most = rows.pick(8, 4)
+    layer = Overlapped(CudaMemory(), most, rows.small)
+    for misses in (0, 1, 4)[: rows.pick(3, 2)]:
+        for way, later in (("before", NO_TENSORS), ("beside", layer.later)):
+            if rows.late():
+                return
+            once = layer.graph(most, misses, later)
+            rows.put("overlap", "ms", [once() for _ in range(rows.pick(24, 3))][2:], way=way, misses=misses)
+
+
 # ---- whole layers ----
 
 
@@ -330,7 +429,7 @@ def brought_rates(filled: Filled, times: list[float]) -> list[float]:
     return [gb_per_s(filled.experts * filled.nbytes, ms) for ms in times]
 
 
-PARTS = {each.__name__: each for each in (resolve, fill, bring)}
+PARTS = {each.__name__: each for each in (resolve, fill, overlap, bring)}
 
 if __name__ == "__main__":
     if STAND_IN:

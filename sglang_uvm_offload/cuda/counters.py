@@ -24,6 +24,8 @@ class CudaRoutingCounters:
         self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64).to(device)
         self.control = torch.zeros(2, dtype=torch.int64).to(device)
         """int64 ``[2]``: the valid rows and the phase of the step at hand, in stream order."""
+        self.slot_table: torch.Tensor | None = None
+        """The table of the slots that begin each step with the counters."""
         self._slots: torch.Tensor | None = None
         self._steps = [0, 0]
         self._snapshots = [torch.zeros_like(self._counts)]
@@ -43,7 +45,7 @@ class CudaRoutingCounters:
         self._waiting.end_early()
         self._steps[phase] += valid_rows > 0
         self._stream = torch.cuda.current_stream(self._counts.device)
-        self._ops.set_control(self.control, valid_rows, int(phase))
+        self._ops.begin_step(self.control, valid_rows, int(phase), self.slot_table if valid_rows else None)
 
     def count(
         self,
@@ -66,7 +68,8 @@ class CudaRoutingCounters:
         return self.read_async().wait()
 
     def read_async(self) -> PendingCounts:
-        self._waiting.end_early()
+        with torch.cuda.stream(self._stream):
+            self._waiting.end_early()
         # A copy on the GPU, in stream order, excludes what the next step adds. A second stream brings it to the host: that copy
         # may wait for experts that move to host RAM, and the next step must not.
         self._stream.wait_stream(self._copy_stream)

@@ -30,7 +30,15 @@ from sglang_uvm_offload.cuda.structs import (
     _Span,
 )
 from sglang_uvm_offload.memory.protocol import Location, Span
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_REQUESTS, MAX_TENSORS
+from sglang_uvm_offload.memory.slots import (
+    MAX_ALIGNED,
+    MAX_EXPERTS,
+    MAX_POOL_EXPERTS,
+    MAX_REQUESTS,
+    MAX_TENSORS,
+    NO_TENSORS,
+    BlockLists,
+)
 
 _SIGNATURES: dict[str, list[type]] = {
     "uvm_allocate": [c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p), POINTER(c_void_p)],
@@ -45,11 +53,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_versions": [POINTER(c_int), POINTER(c_int)],
     "uvm_count_routing": [POINTER(_Counted), c_int, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
-    "uvm_begin_slots": [c_void_p, c_void_p],
-    "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_void_p],
+    "uvm_begin_step": [c_void_p, c_longlong, c_longlong, c_void_p, c_void_p],
+    "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_int, c_void_p],
     "uvm_bring_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, c_int, c_void_p, c_void_p, c_void_p],
-    "uvm_fill_brought": [c_int, POINTER(_Rows), c_int, c_void_p, c_int, c_void_p],
-    "uvm_set_control": [c_void_p, c_longlong, c_longlong, c_void_p],
+    "uvm_fill_slots": [c_int, POINTER(_Rows), c_int, c_void_p, c_int, c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
 
@@ -90,6 +97,7 @@ class CudaOps:
         """The most tensors that one ``copy_layer`` copies."""
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
         assert (self._lib.uvm_max_pool_experts(), self._lib.uvm_max_requests()) == (MAX_POOL_EXPERTS, MAX_REQUESTS)
+        assert self._lib.uvm_max_aligned() == MAX_ALIGNED
         self.pool_chunk: int = self._lib.uvm_pool_chunk()
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
@@ -165,7 +173,14 @@ class CudaOps:
         self._call("uvm_memory_info", device, free, total)
         return free.value, total.value
 
-    # Routing counters. They run on torch's current stream, and all but ``set_control`` may be captured.
+    def begin_step(self, control: torch.Tensor, valid_rows: int, phase: int, table: torch.Tensor | None = None) -> None:
+        """In the order of torch's current stream: the following step has ``valid_rows`` rows that count (0: none) and belongs
+        to ``phase``. Begins it for the slots of ``table`` too."""
+        _check_control(control)
+        begun = None if table is None else table.data_ptr()
+        self._call("uvm_begin_step", control.data_ptr(), valid_rows, phase, begun, _stream(control))
+
+    # Routing counters. They run on torch's current stream, and may be captured.
 
     def count_routing(
         self, layers: Sequence[Counted], packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
@@ -208,34 +223,37 @@ class CudaOps:
         if table.dtype != torch.int32 or table.shape != (1 + 3 * self._slot_classes,) or not table.is_contiguous():
             raise ValueError(f"the table is {table.dtype} {tuple(table.shape)}, not int32 [{1 + 3 * self._slot_classes}]")
 
-    def begin_slots(self, table: torch.Tensor) -> None:
-        """In stream order: a step begins."""
-        self._call("uvm_begin_slots", table.data_ptr(), _stream(table))
-
     def resolve_slots(
         self,
         state: SlotState,
         table: torch.Tensor,
         ids: torch.Tensor,
-        blocks: torch.Tensor,
-        padded: torch.Tensor,
-        block_size: int,
+        lists: BlockLists,
         step: SlotStep,
+        later: frozenset[int] = NO_TENSORS,
+        *,
+        programmatic: bool = False,
     ) -> None:
-        """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, and rewrite ``blocks``, the expert of
-        each ``block_size`` of ``padded[0]`` rows. Both are int32."""
-        for name, tensor in (("blocks", blocks), ("padded", padded)):
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != state.fills.device:
-                raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {state.fills.device}")
+        """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, all tensors but those at the addresses
+        ``later``, and make or rewrite the lists. ``programmatic``: whether the kernel may start before the one in front of it
+        has ended, which must not resolve the same layer or begin a step."""
+        _check_lists(lists, ids, state.fills.device)
         if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
         _check_control(step.control)
-        if step.ends.dtype != torch.int32 or step.ends.shape != (1 + MAX_REQUESTS,) or not step.ends.is_contiguous():
-            raise ValueError(f"ends are {step.ends.dtype} {tuple(step.ends.shape)}, not contiguous int32 [{1 + MAX_REQUESTS}]")
+        _check_int32("requests", step.requests, 1 + 2 * MAX_REQUESTS)
         routed = ids.data_ptr(), self._ids[ids.dtype], *ids.shape
-        how = blocks.data_ptr(), blocks.numel(), padded.data_ptr(), block_size, step.brings
-        routing = _Routing(*routed, *how, step.control.data_ptr(), step.ends.data_ptr())
-        self._call("uvm_resolve_slots", state.pointers, state.tensors, table.data_ptr(), routing, _stream(ids))
+        order = None if lists.order is None else lists.order.data_ptr()
+        blocks = lists.blocks.data_ptr(), lists.blocks.numel(), lists.padded.data_ptr(), lists.padded.numel()
+        how = (
+            lists.block_size,
+            lists.read_rows or lists.block_size,
+            step.brings,
+            step.control.data_ptr(),
+            step.requests.data_ptr(),
+        )
+        routing, (now, _) = _Routing(*routed, order, *blocks, *how), state.tensors(later)
+        self._call("uvm_resolve_slots", state.pointers, now, table.data_ptr(), routing, programmatic, _stream(ids))
 
     def bring_slots(
         self, state: SlotState, table: torch.Tensor, beside: int, control: torch.Tensor, brought: torch.Tensor
@@ -243,20 +261,18 @@ class CudaOps:
         """Choose slots for all offloaded experts of a layer, and note them in ``brought`` (int32 ``[1 + 2 * MAX_EXPERTS]``).
         The pool's layer ``beside`` (-1: none) loses none."""
         _check_control(control)
-        if brought.dtype != torch.int32 or brought.shape != (1 + 2 * MAX_EXPERTS,) or not brought.is_contiguous():
-            raise ValueError(f"brought is {brought.dtype} {tuple(brought.shape)}, not contiguous int32 [{1 + 2 * MAX_EXPERTS}]")
+        _check_int32("brought", brought, 1 + 2 * MAX_EXPERTS)
         given = table.data_ptr(), beside, control.data_ptr(), brought.data_ptr()
-        self._call("uvm_bring_slots", state.pointers, state.tensors, *given, _stream(brought))
+        self._call("uvm_bring_slots", state.pointers, state.tensors()[0], *given, _stream(brought))
 
-    def fill_brought(self, state: SlotState, brought: torch.Tensor, blocks: int, stream: int) -> None:
-        """Copy what ``bring_slots`` chose, in the order of ``stream``, which must come after it. By ``blocks`` of a kernel."""
-        device, first = brought.device.index, state.first_slot
-        self._call("uvm_fill_brought", device, state.tensors, first, brought.data_ptr(), blocks, stream)
-
-    def set_control(self, control: torch.Tensor, valid_rows: int, phase: int) -> None:
-        """In stream order: the following steps have ``valid_rows`` rows that count (0: none) and belong to ``phase``."""
-        _check_control(control)
-        self._call("uvm_set_control", control.data_ptr(), valid_rows, phase, _stream(control))
+    def fill_slots(
+        self, state: SlotState, chosen: torch.Tensor, later: frozenset[int] | None, blocks: int, stream: int
+    ) -> None:
+        """Copy rows of the experts that ``resolve_slots`` (``chosen``: the layer's ``fills``) or ``bring_slots`` chose, in the
+        order of ``stream``, which must come after it. ``later``: of which tensors, None for all. By ``blocks`` of a kernel."""
+        tensors = state.tensors()[0] if later is None else state.tensors(later)[1]
+        device, first = chosen.device.index, state.first_slot
+        self._call("uvm_fill_slots", device, tensors, first, chosen.data_ptr(), blocks, stream)
 
     def _check_counters(self, control: torch.Tensor, counts: torch.Tensor, source: torch.Tensor) -> int:
         _check_control(control)
@@ -282,6 +298,19 @@ def _array(spans: Sequence[Span]) -> ctypes.Array[_Span]:
 def _check_control(control: torch.Tensor) -> None:
     if control.dtype != torch.int64 or control.shape != (2,) or not control.is_contiguous():
         raise ValueError(f"control is {control.dtype} {tuple(control.shape)}, not contiguous int64 [2]")
+
+
+def _check_lists(lists: BlockLists, ids: torch.Tensor, device: torch.device) -> None:
+    for name, tensor in (("blocks", lists.blocks), ("padded", lists.padded), ("order", lists.order)):
+        if tensor is not None and (tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != device):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {device}")
+    if lists.order is not None and ids.numel() * lists.block_size > lists.order.numel():
+        raise ValueError(f"{lists.order.numel()} rows are too few to align {ids.numel()} ids in blocks of {lists.block_size}")
+
+
+def _check_int32(name: str, tensor: torch.Tensor, size: int) -> None:
+    if tensor.dtype != torch.int32 or tensor.shape != (size,) or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not contiguous int32 [{size}]")
 
 
 def _stream(tensor: torch.Tensor) -> int:

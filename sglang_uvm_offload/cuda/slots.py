@@ -7,6 +7,7 @@ replay.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.ops import device_ops
 from sglang_uvm_offload.cuda.structs import ENDS_PROCESS, CudaFailure, PoolState, SlotState, SlotStep
 from sglang_uvm_offload.memory.protocol import Span
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, SlotLayer
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, NO_TENSORS, BlockLists, Requests, SlotLayer
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS
 from sglang_uvm_offload.policy.slot_policy import NOT_HELD, assumed_counts
 
+PROGRAMMATIC = (9, 0)
+"""The first GPUs that start a kernel before the one in front of it has ended (CUDA Programming Guide, Programmatic Dependent
+Launch)."""
 _TAKEN_BYTES = 16
 """An int32, and what aligns the next pool."""
 
@@ -26,10 +30,12 @@ _TAKEN_BYTES = 16
 class CudaSlots:
     """``layers``: None for a layer without slots. ``slots``: of each pool."""
 
+    aligns = True
+
     def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]):
         device = counters.control.device
         self._ops = device_ops(device.index)
-        self._step = SlotStep(counters.control, torch.zeros(1 + MAX_REQUESTS, dtype=torch.int32).to(device))
+        self._step = SlotStep(counters.control, torch.zeros(1 + 2 * MAX_REQUESTS, dtype=torch.int32).to(device))
         self._share = torch.zeros(len(layers), counters.num_experts, dtype=torch.uint8).to(device)
         served = [[(i, layer) for i, layer in enumerate(layers) if layer and layer.pool == pool] for pool in range(len(slots))]
         shapes = [(len(each), _width([layer for _, layer in each], self._ops.pool_chunk)) for each in served]
@@ -45,12 +51,20 @@ class CudaSlots:
         start = np.concatenate([[0], events, uses, np.zeros_like(events)]).astype(np.int32)
         self._table = torch.from_numpy(start).to(device)
         self._ops.check_slot_table(self._table)
+        counters.slot_table = self._table
+        self.overlaps = True
+        """Whether kernels start before their predecessors have ended, and a second stream fills what is read later."""
+        self._programmatic = torch.cuda.get_device_capability(device) >= PROGRAMMATIC
+        self._resolved: int | None = None
+        """The layer that was resolved last, since the step began."""
         self._brought = torch.zeros(1 + 2 * MAX_EXPERTS, dtype=torch.int32).to(device)
         """The experts that were brought last, and their slots: read by the copy until it is awaited."""
         self.link_blocks = LINK_BLOCKS
         # As for stream buffers, of a high priority: the few blocks of a copy start when some block of another kernel ends.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._filling = False
+        """Whether the calling stream has yet to wait for fills."""
 
     def _state(self, layer: SlotLayer, pool: PoolState, at: int, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
         known = torch.zeros(5, layer.num_experts, dtype=torch.int32).to(share.device)
@@ -72,19 +86,32 @@ class CudaSlots:
             counts=counts,
         )
 
-    def begin_step(self, ends: Sequence[int] | None = None, *, brings: bool = False) -> None:
-        if ends is not None:
-            last = ends[-MAX_REQUESTS:]
-            _send([len(last), *last], self._step.ends)
+    def begin_step(self, requests: Requests | None = None, *, brings: bool = False) -> None:
+        if requests is not None:
+            last = requests[-MAX_REQUESTS:]
+            _send([len(last), *chain.from_iterable(last)], self._step.requests)
         self._step = self._step._replace(brings=brings)
-        self._ops.begin_slots(self._table)
+        self._resolved = None
 
-    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+    def resolve(self, layer: int, ids: torch.Tensor, lists: BlockLists, later: frozenset[int] = NO_TENSORS) -> None:
         state = self._states.get(layer)
-        if state is not None and ids.numel():
-            # A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing.
-            step = self._step._replace(brings=False) if self._step.brings and not self.may_bring() else self._step
-            self._ops.resolve_slots(state, self._table, ids, blocks, padded, block_size, step)
+        if state is None or not ids.numel():
+            return
+        self.await_fills()
+        # A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing.
+        step = self._step._replace(brings=False) if self._step.brings and not self.may_bring() else self._step
+        later = later if self.overlaps else NO_TENSORS
+        early = self.overlaps and self._programmatic and self._resolved not in (None, layer)
+        self._ops.resolve_slots(state, self._table, ids, lists, step, later, programmatic=early)
+        self._resolved = layer
+        if later and not step.brings:
+            self._fill(state, state.fills, later)
+
+    def await_fills(self) -> bool:
+        filling, self._filling = self._filling, False
+        if filling:
+            self.await_brought()
+        return filling
 
     def may_bring(self) -> bool:
         return not torch.cuda.is_current_stream_capturing()
@@ -95,15 +122,19 @@ class CudaSlots:
         kept = other.at if other is not None and other.pool is state.pool else -1
         try:
             self._ops.bring_slots(state, self._table, kept, self._step.control, self._brought)
-            self._stream.wait_stream(torch.cuda.current_stream(self._brought.device))
-            self._fill_brought(state)
+            self._fill(state, self._brought, None)
+            self._filling = False  # ``await_brought`` awaits it
         except CudaFailure as failure:
             raise failure.on(f"the experts of layer {layer}", Span(0, 0)) from failure
 
-    def _fill_brought(self, state: SlotState) -> None:
+    def _fill(self, state: SlotState, chosen: torch.Tensor, later: frozenset[int] | None) -> None:
+        """On the other stream, after all that the calling one has been given."""
+        self._stream.wait_stream(torch.cuda.current_stream(chosen.device))
+        self._filling = True
         try:
-            self._ops.fill_brought(state, self._brought, self.link_blocks, self._stream.cuda_stream)
+            self._ops.fill_slots(state, chosen, later, self.link_blocks, self._stream.cuda_stream)
         except CudaFailure as failure:
+            self.await_fills()
             if failure.error not in ENDS_PROCESS:
                 self.reset()  # the slots that were chosen hold other bytes
             raise

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
-from sglang_uvm_offload.memory.slots import MAX_TENSORS, Rows
+from sglang_uvm_offload.memory.slots import MAX_TENSORS, NO_TENSORS, Rows
 
 ENDS_PROCESS = (700, 702, 710, 714, 715, 716, 717, 718, 719)
 """Errors of a kernel after which every call of the process fails, as the CUDA runtime's documentation of each says: illegal
@@ -92,9 +92,10 @@ class _Rows(ctypes.Structure):
 
 class _Routing(ctypes.Structure):
     _fields_ = [
-        *(("ids", c_void_p), ("kind", c_int), ("rows", c_int), ("k", c_int)),
-        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("block_size", c_int), ("brings", c_int)),
-        *(("control", c_void_p), ("ends", c_void_p)),
+        *(("ids", c_void_p), ("kind", c_int), ("rows", c_int), ("k", c_int), ("order", c_void_p)),
+        *(("blocks", c_void_p), ("num_blocks", c_int), ("padded", c_void_p), ("num_padded", c_int)),
+        *((name, c_int) for name in ("block_size", "read_rows", "brings")),
+        *(("control", c_void_p), ("requests", c_void_p)),
     ]
 
 
@@ -150,10 +151,21 @@ class SlotState:
         sizes = self.at, self.first_slot, self.num_experts, self.counts.size(2)
         return _Slots(self.pool.pointers, *sizes, *(getattr(self, name).data_ptr() for name in _STATE))
 
+    def tensors(self, later: frozenset[int] = NO_TENSORS) -> tuple[_Rows, _Rows]:
+        """The tensors, and those of them at the addresses ``later``, which the first part then lacks."""
+        if later not in self._tensors:
+            now, after = ([row for row in self.rows if (row.address in later) == late] for late in (False, True))
+            self._tensors[later] = _rows(now), _rows(after)
+        return self._tensors[later]
+
     @functools.cached_property
-    def tensors(self) -> _Rows:
-        addresses, sizes = [row.address for row in self.rows], [row.nbytes for row in self.rows]
-        return _Rows(len(self.rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes))
+    def _tensors(self) -> dict[frozenset[int], tuple[_Rows, _Rows]]:
+        return {}
+
+
+def _rows(rows: list[Rows]) -> _Rows:
+    addresses, sizes = [row.address for row in rows], [row.nbytes for row in rows]
+    return _Rows(len(rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes))
 
 
 class SlotStep(NamedTuple):
@@ -161,7 +173,7 @@ class SlotStep(NamedTuple):
 
     control: torch.Tensor
     """That of the counters."""
-    ends: torch.Tensor
-    """int32 ``[1 + MAX_REQUESTS]``, of a prefill: how many requests, and the row behind each."""
+    requests: torch.Tensor
+    """int32 ``[1 + 2 * MAX_REQUESTS]``, of a prefill: how many requests, and of each the first row and the one behind it."""
     brings: bool = False
     """Whether experts are brought for it."""

@@ -21,6 +21,11 @@ MAX_POOL_EXPERTS = 1 << 17
 """The most experts of the layers that share a pool, each layer's rounded up to a multiple of 16."""
 MAX_REQUESTS = 256
 """The most requests of a prefill that are looked at."""
+MAX_ALIGNED = 64
+"""The most ids that ``ExpertSlots.resolve`` aligns."""
+
+Requests = Sequence[tuple[int, int]]
+"""Of each request that ends in a prefill, in the order of its rows: the first row and the one behind the last."""
 
 
 class Rows(NamedTuple):
@@ -41,21 +46,48 @@ class SlotLayer(NamedTuple):
     first_slot: int
 
 
+class BlockLists(NamedTuple):
+    """Rows that are computed in blocks of one expert each. int32."""
+
+    blocks: torch.Tensor
+    """The expert of each block, -1 for none."""
+    padded: torch.Tensor
+    """``[1]`` rows in blocks. ``[2]``, of lists that are made: and the blocks without an expert."""
+    block_size: int
+    """Rows."""
+    read_rows: int = 0
+    """How many rows of an expert are computed by one read of it in place; 0: those of a block."""
+    order: torch.Tensor | None = None
+    """Lists that are to be made of at most ``MAX_ALIGNED`` ids, where slots ``align``: the place in the ids of each row of the
+    blocks, their number where there is none."""
+
+
+NO_TENSORS: frozenset[int] = frozenset()
+
+
 class ExpertSlots(Protocol):
     """The slots of one model, made from its layers (``SlotLayer``, or None for a layer without slots) in the order of a step,
     and the number of slots of each pool. Ids and residency are those of local experts. All but ``resolve`` and what
-    brings experts is called between steps, outside any capture, in the order of the steps. No call waits for the device."""
+    brings experts or awaits them is called between steps, outside any capture, in the order of the steps. No call waits for
+    the device."""
 
-    def begin_step(self, ends: Sequence[int] | None = None, *, brings: bool = False) -> None:
-        """A step begins, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last row of each prompt that
-        ends in it, ascending; None in a decode step. Of more than ``MAX_REQUESTS`` the last ones count. ``brings``: whether
-        experts are brought for the step, so that misses fill no slots, and what was brought counts as no hit."""
+    aligns: bool
+    """Whether ``resolve`` can make lists."""
 
-    def resolve(self, layer: int, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
-        """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``. In ``blocks`` (int32: the expert
-        of each ``block_size`` of the first ``padded[0]`` rows that are computed, -1 for none) replace each expert that a slot
-        holds by the slot's row. Slots are filled first, by a prefill with what the tails of its requests use. What ran
-        while no step was begun (capture) resolves nothing."""
+    def begin_step(self, requests: Requests | None = None, *, brings: bool = False) -> None:
+        """A step begins, after the counters' ``begin_step``. ``requests``: of a prefill; None in a decode step. Of more than
+        ``MAX_REQUESTS`` the last ones count. ``brings``: whether experts are brought for the step, so that misses fill no
+        slots, and what was brought counts as no hit."""
+
+    def resolve(self, layer: int, ids: torch.Tensor, lists: BlockLists, later: frozenset[int] = NO_TENSORS) -> None:
+        """Serve the layer at index ``layer`` in a step with the experts ``ids[rows, top_k]``: make the lists if they have an
+        order, and replace each expert of a block that a slot holds by the slot's row. Slots are filled first, by a prefill
+        with what the tails of its requests use. What ran while no step was begun (capture) resolves nothing. ``later``:
+        addresses of tensors that are read only after the next ``await_fills``."""
+
+    def await_fills(self) -> bool:
+        """What the calling stream is given from now on comes after all that slots are being filled with. Whether there was
+        anything."""
 
     def may_bring(self) -> bool:
         """Whether the calling stream may wait for copies: not while it captures a graph."""

@@ -69,17 +69,22 @@ HOOKED = {
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts": (
         "hidden_states, w1, w2, topk_output, moe_runner_config, *, b1, b2, w1_scale, w2_scale, w1_zp, w2_zp"
     ),
-    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe._prepare_fused_moe_run": "hidden_states, w1, w2, topk_ids",
+    **dict.fromkeys(
+        [
+            "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.moe_align_block_size",
+            "sglang.srt.layers.moe.fused_moe_triton.moe_align_block_size",
+        ],
+        "topk_ids, block_size, num_experts",
+    ),
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.invoke_fused_moe_kernel": "A, B",
+    "sglang.kernels.ops.moe.moe_align_single_token.moe_align_single_token": "topk_ids, block_size",
     "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached": "B",
     "sglang.kernels.ops.moe.fused_moe_triton_kernels.support_tensor_descriptor": "",
     "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (
         "hidden_states, w1, w2, w1_scale, w2_scale, gating_output, topk_weights, topk_ids, *, w1_global_scale, "
         "w2_global_scale, w1_zeros, w2_zeros, g_idx1, g_idx2, sort_indices1, sort_indices2, w1_bias, w2_bias"
     ),
-    "sglang.kernels.ops.moe.moe_wna16_marlin.moe_wna16_marlin_gemm": (
-        "a, c_or_none, b_q_weight, b_bias_or_none, b_scales, global_scale_or_none, b_zeros_or_none, g_idx_or_none, "
-        "perm_or_none, workspace, sorted_token_ids, expert_ids, num_tokens_post_padded, *, moe_block_size"
-    ),
+    "sglang.kernels.ops.moe.moe_wna16_marlin.moe_wna16_marlin_gemm": "a, c_or_none, b_q_weight",
     "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run": "self, runner_input, quant_info, running_state",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader": "self, param",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader_fused": "self, param",

@@ -3,7 +3,7 @@
 A slot is a row in VRAM that holds a copy of one expert. Layers of one shape share a pool of slots. A step reads an offloaded
 expert over the link once, whether in place or into a slot, so filling a slot costs nothing but the expert that it held before.
 The policy evicts the expert of any layer that is least likely to be used next, and only for a miss that is more likely to be
-used.
+used, or that in place would be read more than once: by a kernel that computes its tokens in several blocks.
 
 It estimates that likelihood by counting. After every step each expert is in a *class*, by the time since its last use and by
 its use rates over a short and a long time. The *value* of a class is the share of its experts that were used in the next
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -90,13 +89,13 @@ class Tails:
     """The rate, as ``SlotPolicy.lately``, if each token were a decode step; the sum over all requests."""
 
     @classmethod
-    def of(cls, ids: np.ndarray, ends: Sequence[int], experts: int) -> Tails:
-        """``[experts]`` arrays from int ``ids[rows, k]``; ids outside 0 to ``experts - 1`` do not count. ``ends``: the index
-        after the last row of each request, ascending; may exceed the rows of ``ids``."""
+    def of(cls, ids: np.ndarray, requests: Sequence[tuple[int, int]], experts: int) -> Tails:
+        """``[experts]`` arrays from int ``ids[rows, k]``; ids outside 0 to ``experts - 1`` do not count. ``requests``: the
+        first row and the one behind the last of each; may exceed the rows of ``ids``."""
         distance, rate = np.full(experts, TAIL), np.zeros(experts, dtype=np.int64)
-        for begin, end in pairwise([0, *(min(end, len(ids)) for end in ends)]):
-            weight = 1 << (RATE_BITS - LATELY_SHIFT)
-            for back, row in enumerate(ids[max(begin, end - TAIL) : end][::-1]):
+        for begin, behind in requests:
+            end, weight = min(behind, len(ids)), 1 << (RATE_BITS - LATELY_SHIFT)
+            for back, row in enumerate(ids[max(begin, end - TAIL) : max(begin, end)][::-1]):
                 used = row[(row >= 0) & (row < experts)]
                 distance[used] = np.minimum(distance[used], back)
                 np.add.at(rate, used, weight)
@@ -158,25 +157,40 @@ class SlotPolicy:
         self._values = (self.uses << VALUE_BITS) // self.events
         self.now += 1
 
-    def resolve(self, used: np.ndarray, share: np.ndarray, layers: slice = slice(None), *, fill: bool = True) -> Resolved:
+    def resolve(
+        self,
+        used: np.ndarray,
+        share: np.ndarray,
+        layers: slice = slice(None),
+        *,
+        again: np.ndarray | bool = False,
+        fill: bool = True,
+    ) -> Resolved:
         """Resolve ``layers`` of a decode step that uses the experts ``used``. ``share``: int, how much of each expert is
-        offloaded, 0 (nothing) to ``WHOLE``. Both are ``[layers, experts]``. ``fill``: not in a step for which experts are
-        brought."""
+        offloaded, 0 (nothing) to ``WHOLE``. ``again``: bool, which of them would be read more than once in place. All are
+        ``[layers, experts]``. ``fill``: not in a step for which experts are brought."""
         self._observe(used, layers)
-        return self._fill(used & fill, used, share, layers)
+        return self._fill(used & fill, used, share, layers, again)
 
     def resolve_prefill(
-        self, read: np.ndarray, tails: Tails, share: np.ndarray, layers: slice = slice(None), *, fill: bool = True
+        self,
+        read: np.ndarray,
+        tails: Tails,
+        share: np.ndarray,
+        layers: slice = slice(None),
+        *,
+        again: np.ndarray | bool = False,
+        fill: bool = True,
     ) -> Resolved:
         """Resolve ``layers`` of a prefill with ``tails``. ``read``: bool, the experts that it reads. All are ``[layers,
-        experts]``. ``fill``: as for ``resolve``."""
+        experts]``. ``again`` and ``fill``: as for ``resolve``."""
         used = tails.distance < TAIL
         last, lately = self.last[layers], self.lately[layers]
         last[used] = np.maximum(last[used], np.maximum(self.now - tails.distance[used], 1))
         lately[:] = np.maximum(lately, tails.rate)
         self.classes[1:, layers] = EMPTY  # the tails would count as uses of the earlier classes
         self.classes[0, layers] = self._classes(layers)
-        return self._fill(used & fill, read, share, layers)
+        return self._fill((used | again) & fill, read, share, layers, again)
 
     def bring(self, layer: int, share: np.ndarray, beside: int | None = None) -> list[tuple[int, int]]:
         """(expert, slot): bring all offloaded experts of a layer into slots, ahead of a step that is taken to use all of them.
@@ -221,31 +235,37 @@ class SlotPolicy:
         classes = _classes(self.now - last, last > 0, self.lately[layers], self.long[layers])
         return np.where(self.present[layers], classes, EMPTY)
 
-    def _fill(self, wanted: np.ndarray, read: np.ndarray, share: np.ndarray, layers: slice) -> Resolved:
-        """Fill slots with those of ``wanted`` that are worth it. Slots of ``read`` experts stay."""
+    def _fill(
+        self, wanted: np.ndarray, read: np.ndarray, share: np.ndarray, layers: slice, again: np.ndarray | bool
+    ) -> Resolved:
+        """Fill slots with those of ``wanted`` that are worth it or read ``again``. Slots of ``read`` experts stay."""
+        again = np.broadcast_to(again, read.shape)
         value = self._values[self.classes[0, layers]] * share // WHOLE
         hit, fills = np.zeros_like(read), list[tuple[int, int, int]]()
         for index, layer in enumerate(range(len(self.present))[layers]):
             hit[index] = read[index] & (self.slot_of[layer] != EMPTY)  # an earlier layer may have evicted some in this step
             if layer in self._at:
-                new = self._fill_layer(layer, wanted[index] & (share[index] > 0), read[index], value[index])
+                new = self._fill_layer(layer, wanted[index] & (share[index] > 0), read[index], value[index], again[index])
                 fills += [(index, expert, slot) for expert, slot in new]
         return Resolved(hit, fills)
 
-    def _fill_layer(self, layer: int, wanted: np.ndarray, read: np.ndarray, value: np.ndarray) -> list[tuple[int, int]]:
-        """(expert, slot): the misses of the highest value (ties: lower ids) get free slots, then those of the experts of the
-        lowest worth, as long as they are worth more. ``wanted``, ``read``, ``value``: ``[experts]``."""
+    def _fill_layer(
+        self, layer: int, wanted: np.ndarray, read: np.ndarray, value: np.ndarray, again: np.ndarray
+    ) -> list[tuple[int, int]]:
+        """(expert, slot): the misses that are read ``again``, then those of the highest value (ties: lower ids) get free slots,
+        then those of the experts of the lowest worth, as long as they are worth more or read again. Arrays are
+        ``[experts]``."""
         pool, at = self._at[layer]
         held, worth, slot_of = self.slot_of[layer] != EMPTY, worth_of(value), self.slot_of[layer]
         mine: np.ndarray = self.worth[pool][at]
         mine[:] = np.where(held, worth, NOT_HELD)
         misses = np.flatnonzero(wanted & ~held)
-        misses = misses[np.argsort(-value[misses], kind="stable")][: self.max_fills].tolist()
+        misses = misses[np.lexsort((-value[misses], ~again[misses]))][: self.max_fills].tolist()
         free = self._take_free(pool, len(misses))
         fills = list(zip(misses, free, strict=False))
         misses = misses[len(free) :]
         for expert, (away, victim) in zip(misses, self._victims(pool, at, {at: read}, len(misses)), strict=False):
-            if worth[expert] <= self.worth[pool][away, victim]:
+            if not again[expert] and worth[expert] <= self.worth[pool][away, victim]:
                 break
             fills.append((expert, self._evict(pool, away, victim)))
         for expert, slot in fills:

@@ -10,7 +10,18 @@ import torch
 
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.memory.layout import round_up
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS, ExpertSlots, Rows, SlotLayer
+from sglang_uvm_offload.memory.slots import (
+    MAX_ALIGNED,
+    MAX_EXPERTS,
+    MAX_POOL_EXPERTS,
+    MAX_TENSORS,
+    NO_TENSORS,
+    BlockLists,
+    ExpertSlots,
+    Requests,
+    Rows,
+    SlotLayer,
+)
 from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import Phase
 
@@ -28,6 +39,7 @@ class LayerSlots:
         """From the first row of each of its tensors on."""
         self.row_bytes = {row.address: row.nbytes for row in served.rows}
         """The bytes of a row, of the tensor at each address."""
+        self.layer_id = layer.layer_id
         self._layer, self._device = layer, device
         self._rows: dict[int, torch.Tensor] = {}
 
@@ -39,9 +51,25 @@ class LayerSlots:
         rows = self._rows[address].view(tensor.dtype)
         return rows.as_strided((self.num_rows, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
 
-    def resolve(self, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+    def resolve(self, ids: torch.Tensor, lists: BlockLists, later: frozenset[int] = NO_TENSORS) -> None:
         """As ``memory.slots.ExpertSlots.resolve``."""
-        self._device.resolve(self._layer.index, ids, blocks, padded, block_size)
+        self._device.resolve(self._layer.index, ids, lists, later)
+
+    def align(
+        self, ids: torch.Tensor, block_size: int, num_padded: int, later: frozenset[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Resolve few ``ids``, and return what an aligner does: the order, the blocks, and ``padded[num_padded]``. None, and
+        nothing is done, for more, or where slots make no lists."""
+        pairs, rows = ids.numel(), ids.numel() * block_size
+        if not self._device.aligns or not 0 < pairs <= MAX_ALIGNED:
+            return None
+        order, blocks, padded = (ids.new_empty(count, dtype=torch.int32) for count in (rows, pairs, num_padded))
+        self.resolve(ids, BlockLists(blocks, padded, block_size, order=order), later)
+        return order, blocks, padded
+
+    def await_fills(self) -> bool:
+        """As ``memory.slots.ExpertSlots.await_fills``."""
+        return self._device.await_fills()
 
 
 class ModelSlots:
@@ -105,9 +133,8 @@ class ModelSlots:
         if self._device is not None:
             self._device.await_brought()
 
-    def begin_step(self, valid_rows: int, phase: Phase, ends: Sequence[int] = (), *, streams: bool = False) -> None:
-        """Call it before each step is launched, after the counters' ``begin_step``. ``ends``, of a prefill: behind the last
-        row of each prompt that ends in it."""
+    def begin_step(self, valid_rows: int, phase: Phase, requests: Requests = (), *, streams: bool = False) -> None:
+        """Call it before each step is launched, after the counters' ``begin_step``. ``requests``: of a prefill."""
         if self._device is None:
             return
         self._follow_tensors()
@@ -116,7 +143,7 @@ class ModelSlots:
             self._device.reset()
         self._follow_residency()
         if valid_rows:
-            self._device.begin_step(None if phase is Phase.DECODE else ends, brings=streams and any(self._room))
+            self._device.begin_step(None if phase is Phase.DECODE else requests, brings=streams and any(self._room))
 
     def _follow_tensors(self) -> None:
         generations = [layer.generation for layer in self.layers]

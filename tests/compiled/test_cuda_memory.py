@@ -579,8 +579,8 @@ def test_what_cannot_be_counted_is_refused(standin):
         refused(lambda: ops.count_routing([Counted(0, ids.cpu(), True)], False, 0, control, counts[None])),
         refused(lambda: ops.count_routing([Counted(0, ids, True)] * (ops.max_counted + 1), False, 0, control, counts[None])),
         refused(lambda: ops.count_histogram(on_device(np.zeros(9, dtype=np.int32)), control, counts)),
-        refused(lambda: ops.set_control(control, -1, 0)),
-        refused(lambda: ops.set_control(control, 1, 2)),
+        refused(lambda: ops.begin_step(control, -1, 0)),
+        refused(lambda: ops.begin_step(control, 1, 2)),
     ]))
     """
     )

@@ -166,7 +166,7 @@ def begin():
     counts.copy_(zero)
 def work():
     with torch.cuda.stream(stream_b):
-        ops.set_control(control, 1, 0)
+        ops.begin_step(control, 1, 0)
         for i in range(8):
             copy(i)
             slot = i % 2
@@ -250,6 +250,28 @@ def test_counts_are_of_the_steps_so_far_at_each_timing(standin):
     """
     ran = run_shuffled(standin, program, seeds=50)
     assert ran.outcomes == [[[0, n, n, 0] for n in range(4 * seed + 1, 4 * seed + 5)] for seed in range(50)]
+
+
+def test_what_a_step_left_to_be_counted_is_in_the_counts_whichever_stream_asks(standin):
+    """The step ends at its first layer of two."""
+    program = """
+    from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+    from sglang_uvm_offload.routing.counts import IdFormat, Phase
+    ids = cells(1, 2).view(1, 2)
+    def begin():
+        global counters
+        counters = CudaRoutingCounters(2, 4)
+    def work():
+        global asked
+        with torch.cuda.stream(stream_a):
+            counters.begin_step(1, Phase.DECODE)
+            counters.count(0, ids, 0, IdFormat.PLAIN, lasting=True)
+        with torch.cuda.stream(stream_b):
+            asked = counters.read_async()
+    def outcome():
+        return asked.wait().counts[0, 1, 0].tolist()
+    """
+    assert run_shuffled(standin, program, seeds=50).outcomes == [[0, 1, 1, 0]] * 50
 
 
 # ---- the timings ----

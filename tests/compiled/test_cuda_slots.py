@@ -15,7 +15,7 @@ SAME = """
     from sglang_uvm_offload.cpu.slots import CpuSlots
     from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
     from sglang_uvm_offload.cuda.slots import CudaSlots
-    from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+    from sglang_uvm_offload.memory.slots import BlockLists, Rows, SlotLayer
     from sglang_uvm_offload.routing.counts import Phase
 
     rng = np.random.default_rng(SEED)
@@ -86,7 +86,14 @@ SAME = """
         moved += bool(new.any()) and taken < policy.taken[pool] and bool(lost.any())
         return int(new.sum())
 
-    same, remapped, brought = True, 0, 0
+    def aligned(ids, block):
+        # the order, the expert of each block, the rows in blocks, and the blocks of no expert
+        groups = [(expert, np.flatnonzero(ids == expert)) for expert in np.unique(ids)]
+        rows = [np.pad(each, (0, -len(each) % block), constant_values=ids.size) for _, each in groups]
+        owners = np.concatenate([np.full(len(each) // block, expert) for (expert, _), each in zip(groups, rows)])
+        return np.concatenate(rows).astype("int32"), owners.astype("int32"), [len(owners) * block, int((owners < 0).sum())]
+
+    same, remapped, brought, made, late, bringing = True, 0, 0, 0, 0, False
     # Resolves that used up the free slots and evicted too, that evicted from other layers, and that filled as many as may be.
     ran_out = elsewhere = full = 0
     short = moved = 0  # times that not all could be brought, and that free slots and those of others were taken
@@ -98,17 +105,20 @@ SAME = """
         if step % 29 == 28:
             for each in slots:
                 each.reset()
-        brings = rng.random() < 0.2
+        brings = rng.random() < (0.6 if step % 29 == 0 else 0.2)  # soon after the slots were emptied
         phase = Phase.PREFILL if rng.random() < (0.8 if brings else 0.15) else Phase.DECODE
         size = int(rng.integers(1, 300 if phase is Phase.PREFILL and rng.random() < 0.5 else 5))
         valid = 0 if rng.random() < 0.05 else int(rng.integers(1, size + 1))
         ends = np.unique(rng.integers(1, valid + 2, rng.integers(1, 6))).tolist() if phase is Phase.PREFILL else None
         if ends is not None and rng.random() < 0.3:
             ends = [] if rng.random() < 0.5 else list(range(1, 301))
+        if ends is not None:  # and one of them may go on in a later step
+            ends = [each for each in zip([0, *ends], ends) if rng.random() < 0.9]
         for count, each in zip(counters, slots):
             count.begin_step(valid, phase)
             if valid:
                 each.begin_step(ends, brings=brings)
+        bringing = brings if valid else bringing
         if brings:
             brought += bring(served[0], None)
         for index, (E, pool) in enumerate(layers):
@@ -124,15 +134,37 @@ SAME = """
                 if following:
                     brought += bring(following[0], index)
             had, taken = policy.slot_of.copy(), list(policy.taken)
-            block = int(rng.choice([16, 64]))
-            blocks = np.repeat(np.unique(ids), 1 + rng.integers(0, 2, len(np.unique(ids)))).astype("int32")
-            padded = np.array([len(blocks) * block], dtype="int32")
+            block, reads = int(rng.choice([16, 64])), int(rng.choice([0, 0, 5]))
+            make = pool is not None and ids.size <= 64 and rng.random() < 0.5
+            if make:
+                order, blocks, counts = aligned(ids.ravel(), block)
+            else:
+                blocks = np.repeat(np.unique(ids), 1 + rng.integers(0, 2, len(np.unique(ids)))).astype("int32")
+                counts = [len(blocks) * block]
+            padded = np.array(counts, dtype="int32")
             blocks = np.concatenate([blocks, np.full(3, 1 << 30, dtype="int32")])  # not computed
-            out = []
-            for each, move in zip(slots, (lambda t: t, lambda t: t.cuda())):
-                mine = move(torch.from_numpy(blocks.copy()))
-                each.resolve(index, move(torch.from_numpy(ids)), mine, move(torch.from_numpy(padded)), block)
-                out.append(mine.cpu().numpy())
+            later = frozenset()
+            if pool is not None and len(pools[pool][1]) > 1 and rng.random() < 0.5:
+                later = frozenset([own(held[1], index)[-1].data_ptr()])
+            slots[0].resolve(index, torch.from_numpy(ids), BlockLists(mine := torch.from_numpy(blocks.copy()),
+                             torch.from_numpy(padded), block, reads))
+            if make:
+                there = [torch.full((n,), 1 << 30, dtype=torch.int32).cuda() for n in (ids.size * block, ids.size, 2)]
+                slots[1].resolve(index, torch.from_numpy(ids).cuda(), BlockLists(there[1], there[2], block, reads, there[0]),
+                                 later)
+                found = [t.cpu().numpy() for t in there]
+                same &= bool((found[0][: len(order)] == order).all() and (found[0][len(order) :] == 1 << 30).all())
+                same &= found[2].tolist() == counts and bool((found[1][len(blocks) - 3 :] == 1 << 30).all())
+                out = [mine.numpy(), np.concatenate([found[1][: len(blocks) - 3], blocks[-3:]])]
+                made += 1
+            else:
+                there = torch.from_numpy(blocks.copy()).cuda()
+                slots[1].resolve(index, torch.from_numpy(ids).cuda(),
+                                 BlockLists(there, torch.from_numpy(padded).cuda(), block, reads), later)
+                out = [mine.numpy(), there.cpu().numpy()]
+            waited = slots[1].await_fills()
+            same &= waited == bool(later and not bringing)
+            late += waited
             same &= bool((out[0] == out[1]).all())
             remapped += int((out[0] != blocks).sum())
             for tensor, n in zip(held[0][pool], pools[pool][1]) if pool is not None else ():  # a slot holds its expert
@@ -169,7 +201,7 @@ SAME = """
     table = slots[1]._table.cpu().numpy().view("uint32")
     same &= table[0] == policy.now and bool((table[1:].reshape(3, -1)[:2] == [policy.events, policy.uses]).all())
     fills = [*cpu.slots[:, :, 2].sum(axis=(0, 2)).tolist(), int(cpu.slots[:, :, 3].sum()) - brought, brought]
-    happened = [int(each) for each in (ran_out, elsewhere, full, short, moved)]
+    happened = [int(each) for each in (ran_out, elsewhere, full, short, moved, made, late)]
     print(json.dumps([bool(same), bool((cpu.slots == gpu.slots).all()), remapped, fills, happened]))
 """
 
@@ -183,7 +215,7 @@ MORE_THAN_THREADS = [(600, 0), (30, 1), *[(600, 0)] * 7], [(700, [16]), (0, [16]
 
 @pytest.mark.parametrize(
     ("model", "seed", "first_block", "steps"),
-    [(SMALL, 0, 0, 150), (SMALL, 1, 0, 150), (SMALL, 2, 7, 150), (ALONE, 3, 0, 150), (MORE_THAN_THREADS, 7, 0, 120)],
+    [(SMALL, 0, 0, 150), (SMALL, 1, 0, 150), (SMALL, 2, 7, 150), (ALONE, 4, 0, 150), (MORE_THAN_THREADS, 9, 0, 120)],
 )
 def test_kernels_decide_and_copy_as_the_policy_does(standin, model, seed, first_block, steps):
     layers, pools = model
@@ -194,14 +226,16 @@ def test_kernels_decide_and_copy_as_the_policy_does(standin, model, seed, first_
     assert remapped > 500
     prefill, decode, uncounted, brought = fills
     assert decode > 100
-    assert prefill > 1
+    assert prefill > 0
     assert uncounted == 0
     assert brought > 100 or model is ALONE
-    ran_out, elsewhere, full, short, moved = happened
+    ran_out, elsewhere, full, short, moved, made, late = happened
+    assert made > 50
+    assert late > 50 or model is not SMALL
     assert ran_out > 0
     assert elsewhere > 10 or model is ALONE
     assert short > 10
-    assert moved > 0 or model is ALONE
+    assert moved > 0 or model is not SMALL
     assert full > 10 or model is not MORE_THAN_THREADS
 
 
@@ -219,22 +253,22 @@ def test_a_pool_has_as_many_experts_as_a_block_looks_through_at_most(standin):
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         from sglang_uvm_offload.cuda.slots import CudaSlots
         from sglang_uvm_offload.cuda.structs import CudaFailure
-        from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, Rows, SlotLayer
+        from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, BlockLists, Rows, SlotLayer
         from sglang_uvm_offload.routing.counts import Phase
         tensor = torch.zeros((MAX_EXPERTS + 1) * 16, dtype=torch.uint8, device="cuda")
         layer = SlotLayer([Rows(tensor.data_ptr(), 16)], MAX_EXPERTS, 0, MAX_EXPERTS)
         most, blocks = MAX_POOL_EXPERTS // MAX_EXPERTS, torch.zeros(1, dtype=torch.int32).cuda()
         padded = torch.full((1,), 16, dtype=torch.int32).cuda()
         def step(layer, expert):
+            counters.begin_step(1, Phase.DECODE)
             slots.begin_step()
             blocks.copy_(torch.tensor([expert]))
-            slots.resolve(layer, torch.tensor([[expert]]).cuda(), blocks, padded, 16)
+            slots.resolve(layer, torch.tensor([[expert]]).cuda(), BlockLists(blocks, padded, 16))
             return blocks.item()
         for count in (most, most + 1):
             counters = CudaRoutingCounters(count, MAX_EXPERTS)
             slots = CudaSlots(counters, [layer] * count, [1])
             slots.set_share(np.full((count, MAX_EXPERTS), 16, dtype="uint8"))
-            counters.begin_step(1, Phase.DECODE)
             try:
                 rows = [step(0, 7), step(0, -1), step(count - 1, MAX_EXPERTS - 1)]
                 print(json.dumps([rows, [int(slots._states[i].pool.slot_of[i].cpu().sum()) for i in (0, count - 1)]]))
@@ -255,23 +289,67 @@ def test_nothing_waits_for_the_device_between_steps(standin):
         from sglang_uvm_offload.cuda.slots import CudaSlots
         from sglang_uvm_offload.memory.slots import Rows, SlotLayer
         tensor = torch.zeros(12 * 64, dtype=torch.uint8, device="cuda")
-        slots = CudaSlots(CudaRoutingCounters(1, 8), [SlotLayer([Rows(tensor.data_ptr(), 64)], 8, 0, 8)], [4])
+        from sglang_uvm_offload.routing.counts import Phase
+        counters = CudaRoutingCounters(1, 8)
+        slots = CudaSlots(counters, [SlotLayer([Rows(tensor.data_ptr(), 64)], 8, 0, 8)], [4])
         for offloaded in (16, 3):
             slots.set_share(np.full((1, 8), offloaded, dtype="uint8"))
             slots.reset()
+            counters.begin_step(1, Phase.DECODE)
             slots.begin_step()
         print(json.dumps(slots._share.cpu().tolist()))
         """,
     )
     assert ran.said == [[3] * 8], ran.err
-    begun, last = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_begin_slots_kernel")
+    begun, last = (i for i, call in enumerate(ran.calls) if call.get("kernel") == "uvm_begin_step_kernel")
     assert not [call for call in ran.calls[begun:last] if "Synchronize" in call["call"]]
+
+
+def test_a_layer_starts_before_its_predecessor_has_ended_unless_that_writes_what_it_reads_first(standin):
+    ran = standin.run(
+        """
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.slots import CudaSlots
+        from sglang_uvm_offload.memory.slots import BlockLists, Rows, SlotLayer
+        from sglang_uvm_offload.routing.counts import Phase
+        tensor = torch.zeros(12 * 64, dtype=torch.uint8, device="cuda")
+        counters = CudaRoutingCounters(2, 8)
+        slots = CudaSlots(counters, [SlotLayer([Rows(tensor.data_ptr(), 64)], 8, 0, 8)] * 2, [4])
+        launched, launch = [], slots._ops.resolve_slots
+        slots._ops.resolve_slots = lambda *args, programmatic: launched.append(programmatic) or launch(
+            *args, programmatic=programmatic
+        )
+        ids, lists = torch.zeros(1, 1, dtype=torch.int32).cuda(), [torch.zeros(1, dtype=torch.int32).cuda() for _ in range(2)]
+        for _ in range(2):
+            counters.begin_step(1, Phase.DECODE)
+            slots.begin_step()
+            for layer in (0, 1, 1, 0):
+                slots.resolve(layer, ids, BlockLists(*lists, 16))
+        print(json.dumps(launched))
+        """
+    )
+    assert ran.said == [False, True, False, True] * 2
+
+
+def test_a_step_begins_by_one_launch(standin):
+    ran = standin.run(
+        BRING
+        + """
+    counters.begin_step(1, Phase.DECODE)
+    slots.begin_step()
+    counters.begin_step(0, Phase.DECODE)
+    print(json.dumps(slots._table[:1].tolist()))
+    """
+    )
+    launches = [call["kernel"] for call in ran.calls if call.get("kernel", "").startswith("uvm_")]
+    assert launches == ["uvm_begin_step_kernel"] * 3
+    assert ran.said == [2], "what begins no step for slots ages none"
 
 
 BRING = """
     from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
     from sglang_uvm_offload.cuda.slots import CudaSlots
-    from sglang_uvm_offload.memory.slots import Rows, SlotLayer
+    from sglang_uvm_offload.memory.slots import BlockLists, Rows, SlotLayer
     from sglang_uvm_offload.routing.counts import Phase
     rows = torch.zeros(12, 64, dtype=torch.uint8, device="cuda")
     rows[:8].copy_(torch.arange(1, 9, dtype=torch.uint8).view(8, 1).expand(8, 64))
@@ -279,7 +357,7 @@ BRING = """
     slots = CudaSlots(counters, [SlotLayer([Rows(rows.data_ptr(), 64)], 8, 0, 8)], [4])
     slots.set_share(np.full((1, 8), 16, dtype="uint8"))
     counters.begin_step(1, Phase.PREFILL)
-    slots.begin_step([1], brings=True)
+    slots.begin_step([(0, 1)], brings=True)
     def bring():
         try:
             slots.bring(0, None)
@@ -289,7 +367,7 @@ BRING = """
         # the experts that are computed in place of experts 0 to 7, by their bytes
         blocks, padded = on_device(np.arange(8, dtype="int32")), on_device(np.array([128], dtype="int32"))
         slots.await_brought()
-        slots.resolve(0, on_device(np.arange(8, dtype="int32").reshape(1, 8)), blocks, padded, 16)
+        slots.resolve(0, on_device(np.arange(8, dtype="int32").reshape(1, 8)), BlockLists(blocks, padded, 16))
         return [blocks.cpu().tolist(), rows.cpu()[blocks.cpu().long(), 0].tolist()]
 """
 EXPERTS_OF_BRING = list(range(1, 9))
@@ -317,7 +395,7 @@ def test_nothing_is_brought_while_the_caller_captures_a_graph(standin):
     assert not [call for call in ran.calls if call.get("graph") and call["call"] == "cudaLaunchKernel"]
 
 
-@pytest.mark.parametrize("kernel", ["uvm_bring_slots", "uvm_fill_brought"])
+@pytest.mark.parametrize("kernel", ["uvm_bring_slots", "uvm_fill_slots"])
 def test_what_could_not_be_brought_is_in_no_slot(standin, kernel):
     program = BRING + "    print(json.dumps([bring(), *read()]))"
     launches = [call["kernel"] for call in standin.run(program).calls if call["call"] == "cudaLaunchKernel"]

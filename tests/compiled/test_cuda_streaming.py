@@ -133,6 +133,7 @@ from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.routing.counts import Phase
 from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import IN_SLOTS, Streamer
@@ -168,7 +169,7 @@ ending = False
 def read(step, row):
     at = slots.at(modules[row][0].data_ptr())
     blocks[step][row].copy_(owners)
-    at.resolve(ids[step % 2], blocks[step][row], padded, 16)
+    at.resolve(ids[step % 2], BlockLists(blocks[step][row], padded, 16))
     for tensor, copy in zip(modules[row], seen[step][row]):
         copy[:E].copy_(tensor)
         copy[E:].copy_(at.all_rows(tensor)[at.first_slot :][: len(copy) - E])
@@ -186,7 +187,7 @@ def work():
                         tensor.copy_(values)
                 slots.bytes_written()
             counters.begin_step(E, Phase.PREFILL if streams else Phase.DECODE)
-            slots.begin_step(E, Phase.PREFILL if streams else Phase.DECODE, [E], streams=streams)
+            slots.begin_step(E, Phase.PREFILL if streams else Phase.DECODE, [(0, E)], streams=streams)
             if streams:
                 streamer.begin_step()
             for row in {rows} if streams else range(L):
@@ -233,15 +234,15 @@ def ordered_slots(ran: Shuffled) -> dict[str, set[bool]]:
         choice = fill = resolved = None
         filled: list[dict] = []
         for call in named(
-            calls, *(f"uvm_{name}_kernel" for name in ("begin_slots", "bring_slots", "fill_brought", "resolve_slots"))
+            calls, *(f"uvm_{name}_kernel" for name in ("begin_step", "bring_slots", "fill_slots", "resolve_slots"))
         ):
             match call["kernel"]:
-                case "uvm_begin_slots_kernel":
+                case "uvm_begin_step_kernel":
                     prove("ended", fill, call)
                 case "uvm_bring_slots_kernel":
                     prove("noted", fill, call)
                     choice = call
-                case "uvm_fill_brought_kernel":
+                case "uvm_fill_slots_kernel":
                     prove("chosen", choice, call)
                     prove("left", resolved, call)
                     fill = call

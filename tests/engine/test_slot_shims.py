@@ -13,12 +13,14 @@ PROGRAM = """
     import torch
     from types import SimpleNamespace
     from sglang.srt.plugins import load_plugins
-    load_plugins()
     from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+    seam = SlotSeam()
+    seam.install(HookRegistry.register)
+    load_plugins()
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
     from sglang.srt.layers.moe.topk import StandardTopKOutput
-    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
     deterministic = SimpleNamespace(enable_deterministic_inference=False)
     fused_moe_triton_config.get_exec = lambda: SimpleNamespace(deterministic=deterministic)
@@ -28,8 +30,14 @@ PROGRAM = """
     class Slots:
         num_rows, rewritten = E + S, 0
 
-        def resolve(self, ids, blocks, padded, block_size):
-            used = blocks[: int(padded) // block_size]
+        def align(self, *given):
+            pass
+
+        def await_fills(self):
+            return False
+
+        def resolve(self, ids, lists, later):
+            used = lists.blocks[: int(lists.padded) // lists.block_size]
             assert used.tolist() == sorted(used.tolist())
             for at, expert in enumerate(used.tolist()):
                 used[at] = HELD.get(expert, expert)
@@ -58,9 +66,7 @@ PROGRAM = """
         return out.to(x.dtype)
 
     kept, linear = [], torch.nn.functional.linear
-    seam, slots = SlotSeam(), Slots()
-    seam.install(HookRegistry.register)
-    HookRegistry.apply_hooks()
+    slots = Slots()
     random = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=random)
     integers = lambda *shape: torch.randint(-100, 100, shape, generator=random, dtype=torch.int8)

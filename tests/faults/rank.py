@@ -34,6 +34,7 @@ from sglang_uvm_offload.files.autosave import LAST_SECONDS, Saver
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.memory.staging import Staging
 from sglang_uvm_offload.requested_config import parse
 from sglang_uvm_offload.residency import evictions
@@ -159,7 +160,7 @@ class Rank:
         phase = Phase.PREFILL if rows > 1 else Phase.DECODE
         self.streams = rows > 1 and self.streamer.streams(rows)
         self.manager.begin_step(self.experts, rows, rows, phase, streams=self.streams)
-        self.slots.begin_step(rows, phase, [rows] if phase is Phase.PREFILL else (), streams=self.streams)
+        self.slots.begin_step(rows, phase, [(0, rows)] if phase is Phase.PREFILL else (), streams=self.streams)
         if self.streams:
             self.streamer.begin_step()
 
@@ -188,7 +189,7 @@ class Rank:
         if held is not None:
             blocks = torch.tensor(used, dtype=torch.int32).to(self.device)
             padded = torch.tensor([len(used) * SLOT_BLOCK], dtype=torch.int32).to(self.device)
-            held.resolve(ids, blocks, padded, SLOT_BLOCK)
+            held.resolve(ids, BlockLists(blocks, padded, SLOT_BLOCK))
             named = blocks.cpu().tolist()
         if self.cuda:
             torch.cuda.current_stream().synchronize()  # and not what others do: the layer must have waited for what it reads

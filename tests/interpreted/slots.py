@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutp
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
 
 EXPERTS, SLOTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 8, 5, 2, 64, 32, 32
@@ -39,7 +40,7 @@ LIBRARIES: list[torch.library.Library] = []
 class Copies:
     """Slots that hold copies of some experts and never change."""
 
-    num_rows = EXPERTS + SLOTS
+    num_rows, layer_id = EXPERTS + SLOTS, 0
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self.row_bytes = {tensor.data_ptr(): tensor.stride(0) * tensor.element_size() for tensor in tensors}
@@ -48,10 +49,20 @@ class Copies:
             if expert is not None:
                 self.row[expert] = EXPERTS + slot
         self.rewritten = 0
+        self.waits = False
 
-    def resolve(self, ids: torch.Tensor, blocks: torch.Tensor, padded: torch.Tensor, block_size: int) -> None:
+    def align(self, *given: Any) -> None:
+        """SGLang's function does it."""
+
+    def await_fills(self) -> bool:
+        waited, self.waits = self.waits, False
+        return waited
+
+    def resolve(self, ids: torch.Tensor, lists: BlockLists, later: frozenset[int]) -> None:
         assert ids.shape[1] == TOP_K
-        used = blocks[: int(padded[0]) // block_size]
+        assert later
+        self.waits = True
+        used = lists.blocks[: int(lists.padded[0]) // lists.block_size]
         named = used[used >= 0]
         assert set(named.tolist()) == set(ids[ids >= 0].tolist())
         used[used >= 0] = self.row[named.long()]

@@ -31,18 +31,16 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
         return new bound_kernel(with_arguments(uvm_count_routing_kernel, arguments));
     if (!strcmp(name, "uvm_count_histogram_kernel"))
         return new bound_kernel(with_arguments(uvm_count_histogram_kernel, arguments));
-    if (!strcmp(name, "uvm_set_control_kernel"))
-        return new bound_kernel(with_arguments(uvm_set_control_kernel, arguments));
+    if (!strcmp(name, "uvm_begin_step_kernel"))
+        return new bound_kernel(with_arguments(uvm_begin_step_kernel, arguments));
     if (!strcmp(name, "uvm_time_reads_kernel"))
         return new bound_kernel(with_arguments(uvm_time_reads_kernel, arguments));
     if (!strcmp(name, "uvm_copy_kernel")) return new bound_kernel(with_arguments(uvm_copy_kernel, arguments));
     if (!strcmp(name, "uvm_read_kernel")) return new bound_kernel(with_arguments(uvm_read_kernel, arguments));
-    if (!strcmp(name, "uvm_begin_slots_kernel"))
-        return new bound_kernel(with_arguments(uvm_begin_slots_kernel, arguments));
     if (!strcmp(name, "uvm_bring_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_bring_slots_kernel, arguments));
-    if (!strcmp(name, "uvm_fill_brought_kernel"))
-        return new bound_kernel(with_arguments(uvm_fill_brought_kernel, arguments));
+    if (!strcmp(name, "uvm_fill_slots_kernel"))
+        return new bound_kernel(with_arguments(uvm_fill_slots_kernel, arguments));
     if (!strcmp(name, "uvm_resolve_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_resolve_slots_kernel, arguments));
     return nullptr;

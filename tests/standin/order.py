@@ -32,12 +32,14 @@ class Order:
     """The order that the calls of one process, as logged, give to its operations. Calls are told apart by identity.
 
     Non-blocking streams are assumed, as torch's are: they do not wait for the default stream, nor it for them.
-    A graph is one operation: ``cudaGraphLaunch``. What is captured is none.
+    A graph is one operation: ``cudaGraphLaunch``. What is captured is none; or, with ``graph``, what that graph captured is
+    all that there is.
     """
 
-    def __init__(self, calls: Sequence[Call]):
+    def __init__(self, calls: Sequence[Call], graph: int = 0):
         if len({call.get("pid") for call in calls}) > 1:
             raise ValueError("the calls are of several processes: an order is of one")
+        self._graph = graph
         self._calls = calls  # kept, so that their identities stay theirs
         self._streams: dict[str, Clock] = defaultdict(dict)
         self._events: dict[str, Clock] = defaultdict(dict)
@@ -60,7 +62,7 @@ class Order:
 
     def _follow(self, call: Call) -> None:
         name, host = call["call"], self._threads[call.get("thread", 0)]
-        captured = call.get("graph", 0) != 0 and name != "cudaGraphLaunch"
+        captured = (0 if name == "cudaGraphLaunch" else call.get("graph", 0)) != self._graph
         if name in OPERATIONS and not captured:
             self._add(call, host)
         elif name == "cudaEventRecord":

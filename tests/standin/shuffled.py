@@ -41,21 +41,23 @@ class Shuffled:
     outcomes: list[Any]
     rounds: list[list[dict]]
     order: Order
+    before: list[dict]
+    """The calls before the first."""
 
 
 def run_shuffled(standin: Standin, program: str, seeds: int = SEEDS) -> Shuffled:
     """Run the program's ``work()`` at the timing of each seed, after its ``begin()``, and ask for its ``outcome()``."""
     ran = standin.run(BEGINNING + textwrap.dedent(program) + EACH_SEED.format(seeds=seeds), log_order=1)
-    rounds: list[list[dict]] = []
+    before, rounds = list[dict](), list[list[dict]]()
     outcomes = ran.said
     assert isinstance(outcomes, list)
     for call in ran.calls:
         if call["call"] == "standin_shuffle":
             rounds.append([])
-        elif rounds:
-            rounds[-1].append(call)
+        else:
+            (rounds[-1] if rounds else before).append(call)
     assert len(rounds) == len(outcomes) == seeds
-    return Shuffled(outcomes, rounds, Order(ran.calls))
+    return Shuffled(outcomes, rounds, Order(ran.calls), before)
 
 
 def named(calls: list[dict], *names: str) -> list[dict]:

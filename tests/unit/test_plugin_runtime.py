@@ -87,25 +87,25 @@ def test_experts_that_are_sent_tokens_count_them_though_their_rank_has_none(exch
 
 
 @pytest.mark.parametrize(
-    ("lengths", "others", "unfinished", "ends"),
+    ("lengths", "others", "unfinished", "requests"),
     [
-        ([3, 1, 5], (), None, [3, 4, 9]),
-        ([3, 1, 5], (), "c", [3, 4]),  # its prompt goes on in a later step
-        ([3, 1, 5], (), "a", [4, 9]),
+        ([3, 1, 5], (), None, [(0, 3), (3, 4), (4, 9)]),
+        ([3, 1, 5], (), "c", [(0, 3), (3, 4)]),  # its prompt goes on in a later step
+        ([3, 1, 5], (), "a", [(3, 4), (4, 9)]),
         ([9], (), "a", []),
-        ([3, 1, 5], (), "of another batch", [3, 4, 9]),
-        (None, (), None, list(range(1, 10))),  # decoded together
-        ([9], (IDLE, DECODES), None, [9, 9, 13]),  # gathered: rows of all ranks
-        ([9], (IDLE, DECODES), "a", [9, 9, 13]),
-        ([9], (), "before there is a scheduler", [9]),
+        ([3, 1, 5], (), "of another batch", [(0, 3), (3, 4), (4, 9)]),
+        (None, (), None, [(row, row + 1) for row in range(9)]),  # decoded together
+        ([9], (IDLE, DECODES), None, [(0, 9), (9, 9), (9, 13)]),  # gathered: rows of all ranks
+        ([9], (IDLE, DECODES), "a", [(0, 9), (9, 9), (9, 13)]),
+        ([9], (), "before there is a scheduler", [(0, 9)]),
     ],
 )
-def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(lengths, others, unfinished, ends):
+def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(lengths, others, unfinished, requests):
     begun = []
     rank = RankState(served_config(num_resident=1, slots=2))
     rank.backend = Emulated()
     rank.manager = SimpleNamespace(begin_step=lambda *args, **kwargs: None, end_step=lambda model: None)
-    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, ends, streams: begun.append(ends))
+    rank.slots = SimpleNamespace(begin_step=lambda rows, phase, requests, streams: begun.append(requests))
     runner = SimpleNamespace(_expert_offload_model=SimpleNamespace(draft=False))
     rids = ["a", "b", "c"][: len(lengths or "abc")]
     shared = gathered([Local(ForwardMode.EXTEND, 9), *others], 0) if others else {}
@@ -113,7 +113,7 @@ def test_prompts_end_in_a_prefill_where_the_last_rows_of_their_last_chunks_do(le
     if unfinished != "before there is a scheduler":
         rank.scheduler = SimpleNamespace(chunked_req=None if unfinished is None else SimpleNamespace(rid=unfinished))
     step_hooks.StepHooks(rank).around_forward(lambda runner, batch: None, runner, batch)
-    assert begun == [ends]
+    assert begun == [requests]
 
 
 def test_a_server_that_may_have_no_further_thread_decides_and_moves():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,19 @@ E, ROWS = 4, 6
 class Device:
     """Remembers what it was given to resolve."""
 
+    aligns = False
+
     def __init__(self) -> None:
         self.resolved: list[tuple[Any, ...]] = []
+        self.filling = False
 
     def resolve(self, *given: Any) -> None:
         self.resolved.append(given)
+        self.filling = bool(given[-1])
+
+    def await_fills(self) -> bool:
+        filling, self.filling = self.filling, False
+        return filling
 
 
 def weight() -> torch.Tensor:
@@ -41,7 +49,7 @@ class Layer:
         self.device = Device()
         self.w1, self.w2, self.scale = weight(), weight(), torch.zeros(ROWS, 3)[:E]
         rows = [Rows(tensor.data_ptr(), tensor.stride(0) * 4) for tensor in (self.w1, self.w2, self.scale)]
-        experts: Any = SimpleNamespace(index=index, pool=SimpleNamespace(num_rows=ROWS))
+        experts: Any = SimpleNamespace(index=index, layer_id=7, pool=SimpleNamespace(num_rows=ROWS))
         self.slots = LayerSlots(experts, SlotLayer(rows, E, 0, E), self.device)  # type: ignore[arg-type]
 
     @property
@@ -53,6 +61,7 @@ def seam_of(*layers: Layer) -> SlotSeam:
     seam = SlotSeam()
     at = {address: layer.slots for layer in layers for address in layer.slots.row_bytes}
     seam.find = at.get
+    seam.layers = layers  # type: ignore[attr-defined]
     return seam
 
 
@@ -68,33 +77,84 @@ def no_cached_descriptors() -> Iterator[None]:
     kernels.clear_b_tma_desc_cache()
 
 
-IDS, BLOCKS, PADDED = torch.tensor([[1, 2]]), torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([32], dtype=torch.int32)
-PREPARED = ({"BLOCK_SIZE_M": 16}, {"BLOCK_SIZE_M": 16}, False, False, torch.arange(32), BLOCKS, PADDED)
+IDS = torch.tensor([[1, 2]])
+LISTS = (torch.arange(32), torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([32], dtype=torch.int32))
 HIDDEN = torch.zeros(1, 32)
 
 
-def prepare(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, prepared: tuple[Any, ...] = PREPARED) -> None:
-    calls = []
-
-    def original(*args: Any, **kwargs: Any) -> Any:
-        calls.append((args, kwargs))
-        return prepared
-
-    assert seam._around_prepare(original, HIDDEN, w1, w2, IDS, use_fp8_w8a8=False) is prepared
-    assert calls == [((HIDDEN, w1, w2, IDS), {"use_fp8_w8a8": False})]
+def aligned(seam: SlotSeam) -> tuple[torch.Tensor, ...]:
+    return seam.around_align(lambda ids, block_size, num_experts: LISTS, IDS, 16, E)
 
 
-def compute(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **tensors: Any) -> None:
-    """As SGLang does it: ``fused_experts`` prepares at some point."""
-    inside: Callable[..., str] = lambda *args, **kwargs: prepare(seam, args[1], args[2]) or "computed"  # noqa: E731
+def gemm(seam: SlotSeam, weights: torch.Tensor, filling: list[bool]) -> None:
+    def original(rows: torch.Tensor, given: torch.Tensor, *more: Any, **named: Any) -> bool:
+        assert (rows is HIDDEN, given is weights, more, named) == (True, True, ("bias",), {"top_k": 2})
+        filling.append(any(layer.device.filling for layer in seam.layers))  # type: ignore[attr-defined]
+        return True
+
+    assert seam._around_gemm(original, HIDDEN, weights, "bias", top_k=2)
+
+
+def compute(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **tensors: Any) -> list[bool]:
+    """As SGLang does it: ``fused_experts`` aligns, then calls two GEMMs. Returns whether slots are being filled at each."""
+    filling: list[bool] = []
+
+    def inside(*args: Any, **kwargs: Any) -> str:
+        assert aligned(seam) is LISTS
+        gemm(seam, args[1], filling)
+        gemm(seam, args[2], filling)
+        return "computed"
+
     topk, settings = object(), object()
     assert seam.around_experts(inside, HIDDEN, w1, w2, topk, settings, *more, **tensors) == "computed"
+    return filling
 
 
-def test_a_layers_list_is_resolved_after_it_was_made(layer: Layer) -> None:
-    compute(seam_of(layer), layer.w1, layer.w2)
-    [(index, ids, blocks, padded, block_size)] = layer.resolved
-    assert (index, ids is IDS, blocks is BLOCKS, padded is PADDED, block_size) == (0, True, True, True, 16)
+def test_a_layer_is_resolved_when_its_ids_are_aligned_and_what_the_second_gemm_reads_comes_before_it(layer: Layer) -> None:
+    assert compute(seam_of(layer), layer.w1, layer.w2, w1_scale=layer.scale) == [True, False]
+    [(index, ids, lists, later)] = layer.resolved
+    assert (index, ids is IDS, lists.blocks is LISTS[1], lists.padded is LISTS[2]) == (0, True, True, True)
+    assert (lists.block_size, lists.order, later) == (16, None, {layer.w2.data_ptr()})
+
+
+def test_what_both_gemms_read_comes_before_the_first_one(layer: Layer) -> None:
+    compute(seam_of(layer), layer.w1, layer.w2, w1_scale=layer.scale, w2_scale=layer.scale[:, 1:])
+    [(*_, later)] = layer.resolved
+    assert later == {layer.w2.data_ptr()}
+
+
+def test_a_second_gemm_that_did_not_wait_is_an_error(layer: Layer) -> None:
+    """Its answer may be of other experts' bytes."""
+    seam = seam_of(layer)
+    with pytest.raises(RuntimeError, match="MoE layer 7 was computed before its experts had come to their slots"):
+        seam.around_experts(lambda *args: aligned(seam), HIDDEN, layer.w1, layer.w2)
+    assert not layer.device.filling
+
+
+def test_few_ids_are_aligned_by_the_slots_where_these_do(layer: Layer) -> None:
+    layer.device.aligns, seam = True, seam_of(layer)
+
+    def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        found = []
+
+        def inside(*given: Any) -> None:
+            found.extend(seam.around_align(lambda *_, **__: LISTS, ids, *args, **kwargs))
+            seam.before_gemm(layer.w2)
+
+        seam.around_experts(inside, HIDDEN, layer.w1, layer.w2)
+        return tuple(found)
+
+    for counts, flags in ((1, {}), (2, {"return_inactive_prefix_count": True})):
+        for rows in (1, 32):
+            ids = torch.zeros(rows, 2, dtype=torch.int32)
+            order, blocks, padded = forward(ids, 16, E, **flags)
+            _, told, lists, _ = layer.resolved[-1]
+            assert (told is ids, lists.order is order, lists.blocks is blocks, lists.padded is padded) == (True,) * 4
+            assert (len(order), len(blocks), len(padded)) == (rows * 2 * 16, rows * 2, counts)
+            assert {tensor.dtype for tensor in (order, blocks, padded)} == {torch.int32}
+    for ids, flags in ((torch.zeros(33, 2), {}), (IDS, {"ignore_invalid_expert": True}), (IDS, {"pad_expert_ids": True})):
+        assert forward(ids, 16, E, **flags)[1] is LISTS[1], "by SGLang's"
+        assert layer.resolved[-1][2].order is None
 
 
 def test_a_list_stays_unless_both_weights_are_the_same_layers(layer: Layer) -> None:
@@ -137,8 +197,21 @@ def test_an_error_leaves_no_layer_behind(layer: Layer) -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         seam.around_experts(fails, HIDDEN, layer.w1, layer.w2)
-    prepare(seam, layer.w1, layer.w2)
+    assert aligned(seam) is LISTS
     assert not layer.resolved
+
+
+def test_an_error_between_the_gemms_leaves_no_copy_behind(layer: Layer) -> None:
+    seam = seam_of(layer)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        aligned(seam)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        seam.around_experts(fails, HIDDEN, layer.w1, layer.w2)
+    assert layer.resolved
+    assert not layer.device.filling
 
 
 def test_a_layer_in_a_stream_buffer_keeps_its_list(layer: Layer) -> None:
@@ -172,4 +245,4 @@ def test_the_functions_are_hooked_where_sglang_has_them() -> None:
     hooked = []
     SlotSeam().install(lambda target, hook, kind: hooked.append(target))
     names = [pkgutil.resolve_name(target).__name__ for target in hooked]
-    assert names == ["fused_experts", "_prepare_fused_moe_run", "_get_b_tma_desc_cached"]
+    assert names == ["fused_experts", "moe_align_block_size", "invoke_fused_moe_kernel", "_get_b_tma_desc_cached"]

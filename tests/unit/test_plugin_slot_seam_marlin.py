@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,9 @@ import torch
 from builders import marlin
 from builders.configs import served_config
 from builders.managers import slots_on_cpu
+from sglang.kernels.ops.moe import moe_align_single_token
 from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
+from sglang.srt.layers.moe import fused_moe_triton
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -39,7 +42,7 @@ from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.rank.fused_moe import _EXPERTS, LayerHooks
 from sglang_uvm_offload.plugin.slots import runners
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
-from sglang_uvm_offload.plugin.slots.marlin import _GEMM_FIRST, MarlinSlotSeam
+from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.plugin.slots.triton import SlotSeam
@@ -147,6 +150,8 @@ class Bench:
         self.format = FORMATS[kind]
         self.seam, self.gemms = MarlinSlotSeam(), []
         marlin.on_cpu(patch, self._gemm, lambda *a, **k: self.seam.around_experts(marlin.FUSED, *a, **k))
+        for module, name in ((fused_moe_triton, "moe_align_block_size"), (moe_align_single_token, "moe_align_single_token")):
+            patch.setattr(module, name, partial(self.seam.around_align, getattr(module, name)))
         auto = MoeRunnerBackend.MARLIN if self.format.method in (of_mxfp4, of_modelopt) else MoeRunnerBackend.AUTO
         for module in (awq_moe, gptq_kernels, modelopt_quant, mxfp4):
             patch.setattr(module, "get_moe_runner_backend", lambda: auto)
@@ -325,11 +330,12 @@ def test_the_list_is_resolved_once_a_call_and_in_no_other(bench):
     it.slots.resolve = lambda *given: resolved.append(given)
     ids = ids_of(5)
     it.run(ids)
-    [(told, blocks, padded, size)] = resolved
+    [(told, lists, later)] = resolved
     assert told is ids
-    assert (blocks is it.gemms[0][11], padded is it.gemms[0][12], size) == (True, True, 8)
-    arguments = {"b_q_weight": it.gemms[0][2], "expert_ids": blocks, "num_tokens_post_padded": padded, "moe_block_size": 8}
-    assert it.seam._around_gemm(lambda **kwargs: kwargs, **arguments) == arguments
+    assert (lists.blocks is it.gemms[0][11], lists.padded is it.gemms[0][12], lists.block_size) == (True, True, 8)
+    second = {tensor.untyped_storage().data_ptr() for name, tensor in it.indexed().items() if name.endswith("1")}
+    assert later == second, "what the second GEMM reads"
+    assert it.seam.around_align(lambda *given: given, ids, 8, E) == (ids, 8, E)
     assert len(resolved) == 1
 
 
@@ -349,12 +355,13 @@ def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
 def test_the_functions_are_hooked_where_sglang_has_them():
     hooked = []
     MarlinSlotSeam().install(lambda target, hook, kind: hooked.append(target))
-    fused, gemm = [pkgutil.resolve_name(target) for target in hooked]
-    assert (fused.__name__, gemm.__name__) == ("fused_marlin_moe", "moe_wna16_marlin_gemm")
+    *_, gemm = found = [pkgutil.resolve_name(target) for target in hooked]
+    names = ["fused_marlin_moe", "moe_align_block_size", "moe_align_single_token", "moe_wna16_marlin_gemm"]
+    assert [each.__name__ for each in found] == names
     names = [*inspect.signature(marlin.FUSED).parameters]
     assert tuple(names[: len(MarlinSlotSeam.first)]) == MarlinSlotSeam.first
     assert set(MarlinSlotSeam.by_expert) <= set(names)
     not_read_by_expert = {"gating_output", "topk_weights", "topk_ids", "hidden_states", "expert_map", "workspace"}
     tensors = {name for name, each in inspect.signature(marlin.FUSED).parameters.items() if "Tensor" in str(each.annotation)}
     assert tensors - not_read_by_expert == set(MarlinSlotSeam.by_expert)
-    assert tuple(inspect.signature(gemm).parameters)[: len(_GEMM_FIRST)] == _GEMM_FIRST
+    assert [*inspect.signature(gemm).parameters][2] == "b_q_weight"

@@ -47,13 +47,13 @@ class Server:
 
     def _prefill(self, ids: np.ndarray, prompt: int, chunk: int = 8192) -> None:
         if len(ids) <= chunk:
-            self._prefill_chunk(ids, range(prompt, len(ids) + 1, prompt))
+            self._prefill_chunk(ids, [(begin, begin + prompt) for begin in range(0, len(ids) - prompt + 1, prompt)])
             return
         for begin in range(0, len(ids), chunk):
             part = ids[begin : begin + chunk]
-            self._prefill_chunk(part, [len(part)] if begin + chunk >= len(ids) else [])
+            self._prefill_chunk(part, [(0, len(part))] if begin + chunk >= len(ids) else [])
 
-    def _prefill_chunk(self, ids: np.ndarray, ends: Sequence[int]) -> None:
+    def _prefill_chunk(self, ids: np.ndarray, requests: Sequence[tuple[int, int]]) -> None:
         policy, used, streams = self.policy, _used(ids), len(ids) >= STREAMS
         policy.begin_step()
         if streams:
@@ -62,7 +62,7 @@ class Server:
             if streams and layer + 1 < LAYERS:
                 policy.bring(layer + 1, self.share[layer + 1], layer)
             one = slice(layer, layer + 1)
-            tails = Tails.of(ids[:, layer], ends, EXPERTS)
+            tails = Tails.of(ids[:, layer], requests, EXPERTS)
             both = Tails(tails.distance[None], tails.rate[None])
             policy.resolve_prefill(used[one], both, self.share[one], one, fill=not streams)
 

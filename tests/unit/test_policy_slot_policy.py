@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -368,7 +369,7 @@ def prefill(
 ) -> list[tuple[int, int]]:
     """A prefill of one layer, whose ``tokens`` use experts, in place (``read``) or from copies. Returns the fills."""
     ids, experts = np.array(tokens), policy.present.shape[1]
-    tails = Tails.of(ids, ends or [len(ids)], experts)
+    tails = Tails.of(ids, list(pairwise([0, *(ends or [len(ids)])])), experts)
     used = np.isin(np.arange(experts), ids)[None] & read
     policy.begin_step()
     resolved = policy.resolve_prefill(
@@ -379,12 +380,14 @@ def prefill(
 
 def test_tails_are_the_last_tokens_of_each_request():
     ids = np.array([[3, 0], *[[1, -1]] * (TAIL - 1), [2, 9], [0, 4], [2, 4]])
-    tails = Tails.of(ids, [TAIL + 1, TAIL + 3, TAIL + 99], 5)
+    tails = Tails.of(ids, [(0, TAIL + 1), (TAIL + 1, TAIL + 3), (TAIL + 3, TAIL + 99)], 5)
     assert tails.distance.tolist() == [1, 1, 0, TAIL, 0]
     once = 1 << RATE_BITS - LATELY_SHIFT
     assert tails.rate[[0, 2, 3, 4]].tolist() == [once - once // 16, 2 * once, 0, 2 * once - once // 16]
-    many = Tails.of(np.zeros((40, 1), dtype=int), range(1, 41), 2)
+    many = Tails.of(np.zeros((40, 1), dtype=int), list(pairwise(range(41))), 2)
     assert many.rate.tolist() == [1 << RATE_BITS, 0], "a use in each step, at most"
+    short = Tails.of(np.array([[0], [1], [2], [3]]), [(0, 1), (3, 4)], 5)
+    assert short.distance.tolist() == [0, TAIL, TAIL, 0, TAIL], "the rows between them are of a request that goes on"
 
 
 def test_a_prefill_fills_slots_with_what_its_tails_use():
@@ -421,6 +424,25 @@ def test_what_a_prefill_reads_in_place_stays_and_what_it_reads_from_copies_may_g
     worth(policy, by_age(0.9, 0.5, 0.1))
     step(policy, 2)
     assert prefill(policy, [2], [0], [3], read=read) == fills
+
+
+@pytest.mark.parametrize("prefills", [False, True])
+def test_what_would_be_read_again_in_place_comes_first_and_takes_a_slot_from_what_is_worth_more(prefills):
+    policy, share = policy_of(6, 2), np.full((1, 6), WHOLE)
+    for _ in range(30):
+        step(policy, 0, 1)
+    assert step(policy, 2, 0, 1) == [], "worth less than both"
+    policy.begin_step()
+    used = np.isin(np.arange(6), [0, 3, 4])[None]
+    again = np.isin(np.arange(6), [4])[None]
+    if prefills:
+        nothing = Tails(np.full((1, 6), TAIL), np.zeros((1, 6), dtype=int))
+        resolved = policy.resolve_prefill(used, nothing, share, again=again)
+    else:
+        resolved = policy.resolve(used, share, again=again)
+    assert resolved.fills == [(0, 4, 1)], "0 is read by this step, and 3 is worth too little"
+    policy.begin_step()
+    assert [expert for _, expert, _ in policy.resolve(used, share, again=again & False).fills] == [], "a hit"
 
 
 def test_a_prefill_is_no_use_of_what_was_expected_before_and_teaches_what_its_tails_are_worth():

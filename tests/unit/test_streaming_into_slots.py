@@ -18,6 +18,7 @@ from sglang_uvm_offload.experts.takeover import AllocationMode
 from sglang_uvm_offload.layer_shard import LayerShard
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.policy.slot_policy import EMPTY
 from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import SLOT_BROUGHT, SLOT_HITS, Phase
@@ -127,12 +128,12 @@ class Model:
                 for tensor in self.tensors(index).values():
                     layer.rows_from(tensor.data_ptr())[layer.pool.first_slot(index) :].numpy()[:] = POISON
 
-    def step(self, rows=range(LAYERS), tokens=ALL, phase=Phase.PREFILL, streams=True, ends=(), compute=None):
+    def step(self, rows=range(LAYERS), tokens=ALL, phase=Phase.PREFILL, streams=True, requests=(), compute=None):
         """Where each row found its offloaded experts, after a look at all bytes that it computed from."""
         ids = torch.tensor(tokens).reshape(-1, 2)
         streams = streams and self.streamer.streams(len(ids))
         self.counters.begin_step(len(ids), phase)
-        self.slots.begin_step(len(ids), phase, ends, streams=streams)
+        self.slots.begin_step(len(ids), phase, requests, streams=streams)
         seen = []
         try:
             if streams:
@@ -157,7 +158,7 @@ class Model:
         used = torch.unique(ids)
         slots, blocks = self.slots.at(self.modules[row].w13.data_ptr()), used.int()
         if slots is not None:
-            slots.resolve(ids, blocks, torch.tensor([len(used) * BLOCK], dtype=torch.int32), BLOCK)
+            slots.resolve(ids, BlockLists(blocks, torch.tensor([len(used) * BLOCK], dtype=torch.int32), BLOCK))
         for name, tensor in self.tensors(row).items():
             table = (tensor if slots is None else slots.all_rows(tensor)).numpy()
             for expert, at in zip(used.tolist(), blocks.tolist(), strict=True):
@@ -367,7 +368,7 @@ def test_what_a_prompt_ends_with_is_in_slots_afterwards_and_what_decoding_uses_s
     decode(model, [[1, 2]], 20)
     prompt = [[4, 5], [6, 7], [0, 3], *[[1, 5]] * 3]
     for _ in range(3):
-        assert model.step(tokens=prompt, ends=[len(prompt)]) == [IN_SLOTS] * LAYERS
+        assert model.step(tokens=prompt, requests=[(0, len(prompt))]) == [IN_SLOTS] * LAYERS
     assert all({1, 2, 5} <= {*model.held(row)} for row in range(LAYERS)), [model.held(row) for row in range(LAYERS)]
     before = model.counters.slot_counts()[:, Phase.DECODE, SLOT_HITS].sum()
     decode(model, [[1, 5]])
@@ -376,7 +377,7 @@ def test_what_a_prompt_ends_with_is_in_slots_afterwards_and_what_decoding_uses_s
 
 def test_a_step_that_streams_counts_no_hits_and_fills_nothing():
     model = Model(6)
-    model.step(ends=[len(ALL)])
+    model.step(requests=[(0, len(ALL))])
     counts = model.counters.slot_counts()
     assert counts[..., SLOT_BROUGHT, :].sum() > 0
     counts[..., SLOT_BROUGHT, :] = 0

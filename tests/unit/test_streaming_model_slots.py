@@ -11,7 +11,7 @@ from builders.managers import LAYERS, E, Rank, config
 
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS, BlockLists
 from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
 from sglang_uvm_offload.streaming.model_slots import ModelSlots
@@ -44,19 +44,19 @@ class Served(Rank):
     def write(self, index, values):
         self.modules[index].w13.numpy()[:] = values
 
-    def serve(self, experts, phase=Phase.DECODE, valid=ALL_ROWS, padding=(), ends=(1,)):
+    def serve(self, experts, phase=Phase.DECODE, valid=ALL_ROWS, padding=(), requests=((0, 1),)):
         """A step whose only token uses ``experts``; behind it a row of padding. Returns the slot that each layer computes each
         of them from."""
-        return self.forward([experts, *([padding] if padding else [])], phase, valid, ends)
+        return self.forward([experts, *([padding] if padding else [])], phase, valid, requests)
 
-    def stream(self, tokens, ends=()):
+    def stream(self, tokens, requests=()):
         """A prefill of ``tokens``, each with its experts, that streams."""
-        return self.forward(tokens, Phase.PREFILL, ALL_ROWS, ends, streams=True)
+        return self.forward(tokens, Phase.PREFILL, ALL_ROWS, requests, streams=True)
 
-    def forward(self, tokens, phase, valid, ends, streams=False):
+    def forward(self, tokens, phase, valid, requests, streams=False):
         ids = torch.tensor(tokens)
         self.manager.begin_step(self.model, valid, len(tokens), phase, streams=streams)
-        self.slots.begin_step(valid, phase, ends, streams=streams)
+        self.slots.begin_step(valid, phase, requests, streams=streams)
         if streams:
             self.streamer.begin_step()
         seen = []
@@ -67,7 +67,7 @@ class Served(Rank):
             blocks = torch.cat([used, torch.tensor([9999])]).int()
             slots = self.slots.at(module.w13.data_ptr())
             if slots is not None:
-                slots.resolve(ids, blocks, torch.tensor([len(used) * BLOCK], dtype=torch.int32), BLOCK)
+                slots.resolve(ids, BlockLists(blocks, torch.tensor([len(used) * BLOCK], dtype=torch.int32), BLOCK))
             assert blocks[-1] == 9999
             rows = dict(zip(used.tolist(), blocks.tolist(), strict=False))
             first = None if slots is None else slots.first_slot
@@ -91,10 +91,10 @@ def test_a_miss_is_computed_from_the_slot_that_it_fills_and_a_resident_from_its_
 
 def test_a_prefill_reads_what_is_in_slots_and_fills_others_with_what_its_requests_end_with():
     rank = Served()
-    assert rank.serve([5], Phase.PREFILL, ends=()) == [{5: OWN}] * LAYERS, "no request ends here"
+    assert rank.serve([5], Phase.PREFILL, requests=()) == [{5: OWN}] * LAYERS, "no request ends here"
     rank.serve([5])
     assert rank.serve([1, 5, 6], Phase.PREFILL) == [{1: OWN, 5: layer, 6: 3 + layer} for layer in range(LAYERS)]
-    padded = rank.serve([6, 7], Phase.PREFILL, valid=1, ends=(1, 2), padding=(3, 4))
+    padded = rank.serve([6, 7], Phase.PREFILL, valid=1, requests=((0, 1), (1, 2)), padding=(3, 4))
     assert padded == [{6: 3 + layer, 7: 6 + layer, 3: OWN, 4: OWN} for layer in range(LAYERS)]
 
 
@@ -131,7 +131,7 @@ def test_a_step_that_streams_brings_each_offloaded_expert_once_and_the_next_ones
 def test_a_step_that_streams_fills_slots_with_its_last_experts_where_these_are_too_few_for_a_stream():
     rank = Served()
     assert rank.stream([[3, 4], [5, 6]]) == [dict.fromkeys([3, 4, 5, 6], OWN)] * LAYERS
-    assert rank.stream([[1, 5]], [1]) == [{1: OWN, 5: layer} for layer in range(LAYERS)]
+    assert rank.stream([[1, 5]], [(0, 1)]) == [{1: OWN, 5: layer} for layer in range(LAYERS)]
     assert rank.status()["slots"]["fills"] == LAYERS
     assert rank.status()["streamed_bytes"] == 0
 
@@ -162,7 +162,7 @@ def test_processing_a_layers_weights_makes_its_slots_stale():
     rank = Served()
     rank.serve([5])
     rank.model.layers[1].sync_tensors(rank.modules[1])
-    assert rank.serve([5], Phase.PREFILL, ends=()) == [{5: OWN}] * LAYERS
+    assert rank.serve([5], Phase.PREFILL, requests=()) == [{5: OWN}] * LAYERS
     assert rank.held() == [[]] * LAYERS
 
 

@@ -82,10 +82,11 @@ class Cuda(Emulated):
 
     def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]) -> ExpertSlots:
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.overlap import with_overlap
         from sglang_uvm_offload.cuda.slots import CudaSlots
 
         assert isinstance(counters, CudaRoutingCounters)
-        return CudaSlots(counters, layers, slots)
+        return with_overlap(CudaSlots(counters, layers, slots))
 
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """Raises ``torch.OutOfMemoryError``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ class StepHooks:
             phase = Phase.PREFILL
         self.rank.manager.begin_step(model, valid_rows, tokens, phase, streams=streamer is not None)
         if self.rank.slots is not None and not model.draft:
-            ends = () if phase is Phase.DECODE else self._prompt_ends(batch)
-            self.rank.slots.begin_step(valid_rows, phase, ends, streams=streamer is not None)
+            requests = () if phase is Phase.DECODE else self._prompts(batch)
+            self.rank.slots.begin_step(valid_rows, phase, requests, streams=streamer is not None)
         try:
             if streamer is not None:
                 streamer.begin_step()
@@ -41,16 +41,16 @@ class StepHooks:
                 streamer.end_step()
             self.rank.manager.end_step(model)
 
-    def _prompt_ends(self, batch: Any) -> list[int]:
-        """The row after the last row of each prompt that ends in a prefill step; if rows are gathered, of each rank's rows."""
+    def _prompts(self, batch: Any) -> list[tuple[int, int]]:
+        """``Requests`` of a prefill step: the prompts that end in it; if rows are gathered, each rank's rows."""
         gathered = batch.global_num_tokens_cpu
         tokens = gathered or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
-        ends = list(accumulate(tokens))
+        prompts = list(pairwise(accumulate(tokens, initial=0)))
         # SGLang may warm up before there is a scheduler, and with a batch of no request.
         unfinished = None if self.rank.scheduler is None else self.rank.scheduler.chunked_req
         if unfinished is not None and not gathered and unfinished.rid in (batch.rids or ()):
-            del ends[batch.rids.index(unfinished.rid)]  # its prompt goes on in a later step
-        return ends
+            del prompts[batch.rids.index(unfinished.rid)]  # it goes on in a later step
+        return prompts
 
     def around_draft_graph(self, original: Callable[..., Any], graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A graph of several drafted tokens counts as one step."""

@@ -24,9 +24,12 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
+_BLOCK_ROWS = 128
+"""Of the contiguous layout: the rows that are computed together, of one expert."""
 _RUN = "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run"
 
 
@@ -58,7 +61,7 @@ class DeepGemmSlotSeam(Seam):
 
 def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor) -> None:
     """Rewrite ``indices``, int32 ``[rows]``: experts with a copy to the copy's row, and padding to the first slot."""
-    slots.resolve(ids, indices, indices.new_full((1,), len(indices)), 1)
+    slots.resolve(ids, BlockLists(indices, indices.new_full((1,), len(indices)), 1, read_rows=_BLOCK_ROWS))
     indices.masked_fill_(indices < 0, slots.first_slot)
 
 

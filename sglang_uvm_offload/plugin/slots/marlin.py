@@ -1,7 +1,7 @@
 """Hooks on SGLang's Marlin MoE functions that compute an expert from its copy in a slot.
 
-As for the Triton functions (``triton``), the list that names the expert of each block of tokens is rewritten; here before
-the first of the two GEMMs, which share it. What SGLang's Marlin kernels do with the list is taken from their source
+As for the Triton functions (``triton``), the list that names the expert of each block of tokens is rewritten, which both GEMMs
+share. What SGLang's Marlin kernels do with the list is taken from their source
 (``kernels/jit/csrc/gemm/marlin_moe``), and was tried on an H200 in MXFP4 (GPU_STATUS.md):
 
 - They read weights, scales, global scales, zero points, biases, group indices and permutations at base + row * stride, in 64
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.plugin.slots.seam import ExpertCalls
@@ -24,11 +25,8 @@ from sglang_uvm_offload.plugin.slots.seam import ExpertCalls
 _EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe"
 _GEMM = "sglang.kernels.ops.moe.moe_wna16_marlin.moe_wna16_marlin_gemm"
 
-_GEMM_FIRST = (
-    *("a", "c_or_none", "b_q_weight", "b_bias_or_none", "b_scales", "global_scale_or_none", "b_zeros_or_none"),
-    *("g_idx_or_none", "perm_or_none", "workspace", "sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
-)
-"""The positional parameters of SGLang's ``moe_wna16_marlin_gemm``. Its caller passes ``moe_block_size`` by name."""
+_ALIGN = "sglang.srt.layers.moe.fused_moe_triton.moe_align_block_size"
+_ALIGN_TOKEN = "sglang.kernels.ops.moe.moe_align_single_token.moe_align_single_token"
 
 
 class MarlinSlotSeam(ExpertCalls):
@@ -40,16 +38,22 @@ class MarlinSlotSeam(ExpertCalls):
         *("g_idx1", "g_idx2", "sort_indices1", "sort_indices2", "w1_bias", "w2_bias"),
     )
 
+    second = ("w2", "w2_scale", "w2_global_scale", "w2_zeros", "g_idx2", "sort_indices2", "w2_bias")
+
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         add(_EXPERTS, self.around_experts, HookType.AROUND)
+        add(_ALIGN, self.around_align, HookType.AROUND)
+        add(_ALIGN_TOKEN, self.around_align, HookType.AROUND)
         add(_GEMM, self._around_gemm, HookType.AROUND)
 
-    def _around_gemm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = self.call
-        if call is not None:
-            given = dict(zip(_GEMM_FIRST, args, strict=False)) | kwargs
-            if given["b_q_weight"].data_ptr() == call.given["w1"].data_ptr():  # the second GEMM gets the same list
-                call.slots.resolve(
-                    call.given["topk_ids"], given["expert_ids"], given["num_tokens_post_padded"], given["moe_block_size"]
-                )
-        return original(*args, **kwargs)
+    def _around_gemm(
+        self,
+        original: Callable[..., Any],
+        a: torch.Tensor,
+        c: torch.Tensor | None,
+        weights: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.before_gemm(weights)
+        return original(a, c, weights, *args, **kwargs)

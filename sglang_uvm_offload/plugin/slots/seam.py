@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_uvm_offload.experts.takeover import one_run_an_expert
+from sglang_uvm_offload.memory.slots import BlockLists
 from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 logger = logging.getLogger(__name__)
+
+_COUNTS = "return_inactive_prefix_count"
 
 
 class Call(NamedTuple):
@@ -23,6 +26,8 @@ class Call(NamedTuple):
     slots: LayerSlots
     given: dict[str, Any]
     """The arguments of the call, by name."""
+    later: frozenset[int]
+    """The addresses of the tensors that only the second GEMM reads."""
 
 
 class Seam(ABC):
@@ -63,10 +68,15 @@ class Seam(ABC):
 
 
 class ExpertCalls(Seam):
-    """Tracks calls of one SGLang function that computes a layer's experts. ``by_expert`` are its parameters."""
+    """Tracks calls of one SGLang function that computes a layer's experts: it aligns the step's ids, then calls two GEMMs.
+    ``by_expert`` are its parameters.
+
+    A layer is resolved when its ids are aligned. What only the second GEMM reads comes while the first one computes."""
 
     first: ClassVar[tuple[str, ...]]
     """The positional parameters of the function. Its callers pass all others by name."""
+    second: ClassVar[tuple[str, ...]]
+    """The names of the tensors that only the second GEMM reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,11 +87,46 @@ class ExpertCalls(Seam):
         given = kwargs | dict(zip(self.first, args, strict=False))
         slots = self.serving(given["w1"], given) if len(args) <= len(self.first) else None
         if slots is not None:
-            self.call = Call(slots, given)
+            self.call = Call(slots, given, self._later(slots, given))
         try:
-            return original(*args, **kwargs)
+            out = original(*args, **kwargs)
         finally:
             self.call = None
+            unawaited = slots is not None and slots.await_fills()
+        if slots is not None and unawaited:  # no hook was called before the second GEMM
+            raise RuntimeError(f"MoE layer {slots.layer_id} was computed before its experts had come to their slots")
+        return out
+
+    def _later(self, slots: LayerSlots, given: dict[str, Any]) -> frozenset[int]:
+        addresses = {name: _storage(given[name]) for name in self.by_expert if given.get(name) is not None}
+        before = {address for name, address in addresses.items() if name not in self.second}
+        return frozenset(slots.row_bytes.keys() & (set(addresses.values()) - before))
+
+    def around_align(self, original: Callable[..., Any], ids: torch.Tensor, block_size: int, *args: Any, **kwargs: Any) -> Any:
+        """SGLang's aligners return the rows in the order of their experts, the expert of each block, and the number of rows in
+        blocks, which a flag has followed by the number of blocks without an expert."""
+        call = self.call
+        if call is None:
+            return original(ids, block_size, *args, **kwargs)
+        lists = call.slots.align(ids, block_size, 1 + kwargs.get(_COUNTS, False), call.later) if _known(args, kwargs) else None
+        if lists is None:
+            lists = original(ids, block_size, *args, **kwargs)
+            call.slots.resolve(ids, BlockLists(lists[1], lists[2], block_size), call.later)
+        return lists
+
+    def before_gemm(self, weights: torch.Tensor) -> None:
+        """Call it before each of the two."""
+        if self.call is not None and weights.data_ptr() == self.call.given["w2"].data_ptr():
+            self.call.slots.await_fills()
+
+
+def _known(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an aligner is given nothing but the number of experts and the flag."""
+    return len(args) <= 1 and kwargs.keys() <= {"num_experts", _COUNTS}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _nothing(address: int) -> None:
@@ -92,5 +137,5 @@ def _has_rows(slots: LayerSlots, tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has slot rows after its experts. An empty tensor needs none."""
     if not tensor.numel():
         return True
-    nbytes = slots.row_bytes.get(tensor.untyped_storage().data_ptr())
+    nbytes = slots.row_bytes.get(_storage(tensor))
     return nbytes is not None and tensor.dim() > 0 and one_run_an_expert(tensor, nbytes)

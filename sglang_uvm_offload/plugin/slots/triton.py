@@ -1,7 +1,7 @@
 """Hooks on SGLang's Triton MoE functions that compute an expert from its copy in a slot.
 
 Every tensor of a layer with slots has rows after those of its experts, at the same stride. SGLang builds a list with the expert
-of each block of tokens; the hook rewrites entries of experts that have a copy to the copy's row. The kernels multiply the row
+of each block of tokens; in it, experts that have a copy are replaced by the copy's row. The kernels multiply the row
 by the stride and check no bounds, so nothing else in SGLang sees the additional rows. TMA descriptors do check bounds: those of
 such tensors span all rows.
 """
@@ -18,7 +18,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_uvm_offload.plugin.slots.seam import ExpertCalls
 
 _EXPERTS = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.fused_experts"
-_PREPARE = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe._prepare_fused_moe_run"
+_ALIGN = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.moe_align_block_size"
+_GEMM = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.invoke_fused_moe_kernel"
 _DESCRIPTOR = "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached"
 
 
@@ -27,27 +28,19 @@ class SlotSeam(ExpertCalls):
 
     first = ("hidden_states", "w1", "w2", "topk_output", "moe_runner_config")
     by_expert = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_zp", "w2_zp")
+    second = ("w2", "b2", "w2_scale", "w2_zp")
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         add(_EXPERTS, self.around_experts, HookType.AROUND)
-        add(_PREPARE, self._around_prepare, HookType.AROUND)
+        add(_ALIGN, self.around_align, HookType.AROUND)
+        add(_GEMM, self._around_gemm, HookType.AROUND)
         add(_DESCRIPTOR, self._around_descriptor, HookType.AROUND)
 
-    def _around_prepare(
-        self,
-        original: Callable[..., Any],
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_ids: torch.Tensor,
-        **kwargs: Any,
+    def _around_gemm(
+        self, original: Callable[..., Any], rows: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        prepared = original(hidden_states, w1, w2, topk_ids, **kwargs)
-        slots = None if self.call is None else self.call.slots
-        if slots is not None and w1.data_ptr() in slots.row_bytes and w2.data_ptr() in slots.row_bytes:
-            config, *_, blocks, padded = prepared
-            slots.resolve(topk_ids, blocks, padded, config["BLOCK_SIZE_M"])
-        return prepared
+        self.before_gemm(weights)
+        return original(rows, weights, *args, **kwargs)
 
     def _around_descriptor(self, original: Callable[..., Any], weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """SGLang caches the descriptor of the experts only, by tensor and address. This widens a copy of it on each call."""

@@ -58,7 +58,21 @@ cudaError_t cudaMallocManaged(void**, size_t, unsigned);
 cudaError_t cudaFree(void*);
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t);
 cudaError_t cudaMemGetInfo(size_t*, size_t*);
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization = 6 };
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**);
 cudaError_t cudaMemAdvise(const void*, size_t, cudaMemoryAdvise, int);
 cudaError_t cudaMemPrefetchAsync(const void*, size_t, int, cudaStream_t = 0);
 #if CUDART_VERSION >= 12020

@@ -21,6 +21,7 @@ def install() -> None:
     # FlashInfer's norms are CuTe DSL kernels, whose library has a CUDA runtime of its own inside, which talks to the driver
     # through private tables (cuGetExportTable). SGLang's own norm kernels call the runtime that is replaced.
     sgl_kernel.elementwise._has_flashinfer = False
+    ask_torch_what_captures()
     if given := os.environ.get("STANDIN_FIRST_EXPERT"):
         first, *of_long = map(int, given.split(","))
         route_to(first, *of_long)
@@ -30,6 +31,18 @@ def install() -> None:
         sample_one_token()
         plan_on_the_host()
         add_up_on_the_host()
+
+
+def ask_torch_what_captures() -> None:
+    """Where a second stream joins a breakable graph, SGLang asks a CUDA runtime of cuda-python's own."""
+    import torch
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as graphs
+
+    def is_capturing(stream: torch.cuda.Stream) -> bool:
+        with torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
+
+    graphs._is_stream_capturing = is_capturing
 
 
 def gather_by_nccl() -> None:

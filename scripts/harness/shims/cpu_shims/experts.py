@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cpu_shims.hooks import around, on_cpu
+from cpu_shims.hooks import around, instead, on_cpu
 
 TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 UNSET = 2**30
@@ -28,7 +28,7 @@ def install() -> None:
     around("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", native_experts)
     around(f"{TRITON}.inplace_fused_experts", inplace_experts)
     around(f"{TRITON}.outplace_fused_experts", outplace_experts)
-    around(f"{TRITON}.moe_align_block_size", align)
+    instead(f"{TRITON}.moe_align_block_size", align)
     around(f"{TRITON}_triton_config.get_device_name", on_cpu)
 
 
@@ -43,9 +43,7 @@ def native_experts(
     return fused_moe.fused_experts(x, layer.w13_weight, layer.w2_weight, topk_output, config, **biases)
 
 
-def align(
-    original: Callable[..., Any], topk_ids: torch.Tensor, block_size: int, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def align(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The places in ``topk_ids`` by expert, -1 first, each expert's padded to whole blocks; each block's expert; and the number
     of places with the padding."""
     flat = topk_ids.flatten()

@@ -19,6 +19,14 @@ def around(target: str, hook: Callable[..., Any]) -> None:
     _targets.append(target)
 
 
+def instead(target: str, function: Callable[..., Any]) -> None:
+    """Have ``function`` in place of the one at ``target``, inside of all that hooks it."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType.REPLACE)
+    _targets.append(target)
+
+
 def search_once() -> None:
     """Have SGLang look through all modules once for all shims, instead of for each: it applies them in each process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
