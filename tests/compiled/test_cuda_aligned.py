@@ -23,17 +23,21 @@ OURS = """
     counters = CudaRoutingCounters(1, 80)
     slots = CudaSlots(counters, [SlotLayer([Rows(tensor.data_ptr(), 16)], 80, 0, 80)], [20])
     slots.set_share(np.zeros((1, 80), dtype="uint8"))
-    made = []
-    for case in json.loads(CASES):
-        for valid in (0, len(case["ids"])):  # a graph's warm-up is computed too
-            counters.begin_step(valid, Phase.DECODE)
+    def made(case, valid):
+        counters.begin_step(valid, Phase.DECODE)
+        if valid:
             slots.begin_step()
-            ids = torch.tensor(case["ids"], dtype=torch.int32)
-            sizes = ids.numel() * case["block_size"], ids.numel(), 2
-            order, blocks, padded = (torch.full((size,), 1 << 30, dtype=torch.int32).cuda() for size in sizes)
-            slots.resolve(0, ids.cuda(), BlockLists(blocks, padded, case["block_size"], order=order))
-            made.append([each.cpu().tolist() for each in (order, blocks, padded)])
-    print(json.dumps(made))
+        ids = torch.tensor(case["ids"], dtype=torch.int32)
+        sizes = ids.numel() * case["block_size"], ids.numel(), 2
+        order, blocks, padded = (torch.full((size,), 1 << 30, dtype=torch.int32).cuda() for size in sizes)
+        slots.resolve(0, ids.cuda(), BlockLists(blocks, padded, case["block_size"], order=order))
+        return [each.cpu().tolist() for each in (order, blocks, padded)]
+    cases = json.loads(CASES)
+    lists = [made(case, len(case["ids"])) for case in cases]
+    slots.set_share(np.full((1, 80), 16, dtype="uint8"))
+    redirected = made(cases[0], 1)
+    # Outside of a step, as a graph's warm-up is, nothing is known of slots.
+    print(json.dumps([lists, redirected, [made(case, 0) for case in cases]]))
 """
 
 
@@ -44,5 +48,8 @@ def test_lists_are_those_of_sglangs_aligner(standin):
     assert ended.returncode == 0, ended.stderr
     cases = [json.loads(line) for line in ended.stdout.splitlines()]
     assert any(case["lists"][2][1] for case in cases), "blocks of no expert"
-    made = standin.run(OURS.replace("CASES", repr(json.dumps(cases)))).said
-    assert made[::2] == made[1::2] == [case["lists"] for case in cases]
+    lists, redirected, outside = standin.run(OURS.replace("CASES", repr(json.dumps(cases)))).said
+    expected = [case["lists"] for case in cases]
+    assert lists == outside == expected
+    assert (redirected[0], redirected[2]) == (expected[0][0], expected[0][2])
+    assert {row for row in redirected[1] if row not in (-1, 1 << 30)} <= set(range(80, 100)), "in slots"

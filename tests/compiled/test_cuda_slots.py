@@ -323,12 +323,35 @@ def test_a_layer_starts_before_its_predecessor_has_ended_unless_that_writes_what
         for _ in range(2):
             counters.begin_step(1, Phase.DECODE)
             slots.begin_step()
-            for layer in (0, 1, 1, 0):
+            for layer in (0, 1, 1, 0, 1):
                 slots.resolve(layer, ids, BlockLists(*lists, 16))
         print(json.dumps(launched))
         """
     )
-    assert ran.said == [False, True, False, True] * 2
+    assert ran.said == [False, True, False, True, True] * 2
+
+
+def test_blocks_fill_what_the_deciding_one_chose_whatever_the_control_words_say_by_then(standin):
+    """Here the list that the deciding block writes lies where they are: -1 for the first two blocks of rows."""
+    ran = standin.run("""
+        from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
+        from sglang_uvm_offload.cuda.slots import CudaSlots
+        from sglang_uvm_offload.memory.slots import BlockLists, Rows, SlotLayer
+        from sglang_uvm_offload.routing.counts import Phase
+        values = torch.from_numpy(np.random.default_rng(0).integers(1, 256, 100000, "uint8"))
+        rows = torch.zeros(3, len(values), dtype=torch.uint8, device="cuda")
+        rows[1].copy_(values)
+        counters = CudaRoutingCounters(1, 2)
+        slots = CudaSlots(counters, [SlotLayer([Rows(rows.data_ptr(), len(values))], 2, 0, 2)], [1])
+        slots.set_share(np.full((1, 2), 16, dtype="uint8"))
+        counters.begin_step(1, Phase.DECODE)
+        slots.begin_step()
+        blocks, (order, padded) = on_device(np.array([1, 0, 1, 0], "int32")), (torch.zeros(n).int().cuda() for n in (4, 1))
+        slots._step = slots._step._replace(control=blocks.view(torch.int64))
+        slots.resolve(0, on_device(np.array([[1, -1, -1]], "int32")), BlockLists(blocks, padded, 1, order=order))
+        print(json.dumps([blocks.tolist(), bool(torch.equal(rows[2].cpu(), values))]))
+    """)
+    assert ran.said == [[-1, -1, 2, 0], True]
 
 
 def test_a_step_begins_by_one_launch(standin):

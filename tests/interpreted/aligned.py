@@ -13,7 +13,7 @@ EXPERTS, UNWRITTEN = 80, 1 << 30
 
 def main() -> None:
     random = torch.Generator().manual_seed(1)
-    for rows, top_k, block_size in ((1, 8, 16), (2, 8, 64), (8, 8, 16), (64, 1, 8), (5, 3, 16), (1, 1, 128)):
+    for rows, top_k, block_size in ((1, 8, 16), (2, 8, 64), (8, 8, 2), (6, 4, 1), (64, 1, 8), (5, 3, 16), (1, 1, 128)):
         ids = torch.stack([torch.randperm(EXPERTS, generator=random)[:top_k] for _ in range(rows)]).int()
         ids[torch.rand(ids.shape, generator=random) < 0.2] = -1  # other ranks' experts
         ids[1::2, 0] = ids[0, 0]
