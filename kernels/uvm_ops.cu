@@ -102,8 +102,30 @@ struct uvm_routing {
 // A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from first_slot on are slots.
 struct uvm_rows {
     int count;
+    unsigned copied;  // of which a call copies rows: a bit for each
     char* base[16];
     size_t nbytes[16];
+};
+
+// Slots that hold no expert of the policy's: layers take turns to have experts copied there ahead of their own routing.
+// For one of these layers. All zeros: there are none.
+struct uvm_ahead {
+    int rows;                   // ahead_rows
+    int first;                  // the slot of the first one
+    unsigned* resolved;         // [1] the step for which the layer was resolved last
+    int* came;                  // [ahead_rows + ahead_blocks] as of that: what it uses of what came (slot_came)
+    unsigned long long* words;  // [ahead_words] of all layers that take turns (ahead_word)
+    unsigned long long* gain;   // [gain_kinds] of the model
+};
+
+// A guess of the experts of a layer.
+struct uvm_guess {
+    const void* ids;  // [rows][k] of the model's numbers, the likeliest of each row first
+    int kind;         // of ids
+    int rows;
+    int k;
+    int first_expert;  // the number of the layer's first one
+    const long long* control;
 };
 }
 
@@ -139,6 +161,9 @@ constexpr int max_aligned = 64;
 constexpr int slot_blocks = 32;  // a power of two
 constexpr int fills_bits = 7;    // of a number of fills
 static_assert(max_fills < 1 << fills_bits, "they share a word with the number of the launch");
+constexpr int ahead_rows = 2;    // experts that come ahead for one layer
+constexpr int ahead_blocks = 8;  // that copy them: what they have begun when the layer is resolved is in its way
+constexpr int max_guesses = copy_threads;
 }  // namespace
 
 UVM_API int uvm_place_device() { return place_device; }
@@ -156,6 +181,9 @@ UVM_API int uvm_pool_chunk() { return pool_chunk; }
 UVM_API int uvm_max_fills() { return max_fills; }
 UVM_API int uvm_max_requests() { return max_requests; }
 UVM_API int uvm_max_aligned() { return max_aligned; }
+UVM_API int uvm_ahead_rows() { return ahead_rows; }
+UVM_API int uvm_ahead_blocks() { return ahead_blocks; }
+UVM_API int uvm_max_guesses() { return max_guesses; }
 UVM_API int uvm_compiled_version() { return CUDART_VERSION; }
 
 // ---- failures -------------------------------------------------------------------------------------------------------
@@ -847,6 +875,23 @@ constexpr int worth_bits = 3;
 constexpr unsigned not_held = 255;  // more than any worth
 constexpr int tail = 64;
 
+// What is written ahead of a layer's own routing, while it may be resolved. The upper half of each word is the number
+// of the launch that it is of, so a reader tells which ones belong together.
+enum ahead_word { ahead_at, ahead_step, ahead_expert, ahead_done = ahead_expert + ahead_rows };
+constexpr int ahead_words = ahead_done + ahead_blocks;
+enum gain_kind {
+    gain_misses,   // of layers that may be looked ahead for
+    gain_brought,  // experts that came, at least in part
+    gain_right,    // of those that the layer missed
+    gain_used,     // units of these, which its fills need not bring
+    gain_cut,      // units at most that were on their way when a layer was resolved
+    gain_used_then,
+    gain_cut_then,
+    gain_rest,  // launches that are still to bring nothing
+    gain_kinds
+};
+constexpr unsigned gain_window = 1 << 12, gain_pause = 1 << 16;
+
 struct slot_table {
     unsigned step;
     unsigned events[classes];
@@ -892,6 +937,10 @@ struct slot_choice {
     int found[copy_threads];
     int num_found;   // of all threads and rounds
     unsigned least;  // of all threads
+    unsigned long long words[ahead_words];
+    unsigned came[ahead_rows];  // units of each row ahead
+    bool missed[ahead_rows];    // whether its expert is
+    int fills;
 };
 
 // One expert's state, and what else of it a step reads.
@@ -910,6 +959,7 @@ struct slot_inputs {
     slot_expert experts[experts_each];
     long long valid, phase, id;  // control, and the first expert id of this thread
     int padded, block;           // the first block of rows of this thread
+    unsigned long long word;     // of what came ahead
     int taken;
     unsigned now;
 };
@@ -933,7 +983,7 @@ __device__ void read_state(const uvm_slots& layer, const slot_table* table, slot
 
 // What earlier kernels of the step write.
 __device__ void read_step(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
-                          slot_inputs& inputs) {
+                          const uvm_ahead& ahead, slot_inputs& inputs) {
     const int thread = threadIdx.x;
     const int* slot_of = layer.pool.slot_of + layer.at * layer.pool.width;
     inputs.valid = step.control[0];
@@ -941,6 +991,8 @@ __device__ void read_step(const uvm_slots& layer, const slot_table* table, const
     inputs.taken = *layer.pool.taken;
     inputs.now = table->step;
     inputs.id = thread < step.rows * step.k ? read_id(step.ids, step.kind, thread) : -1;
+    const volatile unsigned long long* words = ahead.words;
+    inputs.word = ahead.rows && thread < ahead_words ? words[thread] : 0;
     inputs.padded = step.order ? 0 : *step.padded;
     inputs.block = !step.order && thread < step.num_blocks ? step.blocks[thread] : -1;
 #pragma unroll
@@ -1178,6 +1230,82 @@ __device__ void take_slots(const uvm_slots& layer, slot_choice& choice, int take
     if (threadIdx.x == 0) *layer.pool.taken = taken + unused;
 }
 
+// The units of a tensor's row, or of one row of all tensors.
+__device__ unsigned units_of(size_t nbytes) { return (unsigned)((nbytes + copy_unit - 1) / copy_unit); }
+
+__device__ unsigned row_units(const uvm_rows& tensors) {
+    unsigned units = 0;
+    for (int i = 0; i < tensors.count; i++) units += units_of(tensors.nbytes[i]);
+    return units;
+}
+
+// Whether a unit of those of the rows ahead was copied. `done`: by each block.
+__device__ bool has_come(unsigned unit, const volatile int* done) {
+    return unit / ahead_blocks < (unsigned)done[unit % ahead_blocks];
+}
+
+// Tells those that copy ahead for the layer to stop, and finds what they had copied for this step.
+__device__ void find_ahead(const uvm_slots& layer, const uvm_ahead& ahead, const slot_inputs& inputs,
+                           slot_choice& choice) {
+    const int word = threadIdx.x;
+    if (word == 0) *(volatile unsigned*)ahead.resolved = inputs.now;
+    if (word < ahead_words) choice.words[word] = inputs.word;
+    if (word < ahead_rows) choice.came[word] = choice.missed[word] = 0;
+    __threadfence();  // what was copied is read after this
+    __syncthreads();
+    const unsigned long long launch = choice.words[ahead_at] >> 32 << 32;
+    const bool ours = choice.words[ahead_at] == (launch | (unsigned)layer.at);
+    const bool now = choice.words[ahead_step] == (launch | inputs.now);
+    __syncthreads();
+    if (word < ahead_words && !(ours && now && inputs.word - launch <= ~0u)) choice.words[word] = 0;
+    if (word < ahead_words) choice.words[word] &= ~0u;
+    __syncthreads();
+}
+
+// An expert that came ahead, is missed and gets no slot is computed from where it came to, once its fill has brought
+// the rest. Notes such fills behind the first `fills`. Returns the number of all.
+__device__ int use_ahead(const uvm_slots& layer, const uvm_rows& tensors, const uvm_ahead& ahead,
+                         const slot_inputs& inputs, slot_choice& choice, int fills) {
+    const unsigned units = row_units(tensors);
+    const unsigned long long *experts = &choice.words[ahead_expert], *done = &choice.words[ahead_done];
+    for (unsigned unit = threadIdx.x; unit < ahead_rows * units; unit += copy_threads) {
+        if (unit / ahead_blocks < done[unit % ahead_blocks]) atomicAdd(&choice.came[unit / units], 1u);
+    }
+    for (int i = threadIdx.x; i < choice.num_misses; i += copy_threads) {
+        for (int row = 0; row < ahead_rows; row++) {
+            if (max_slot_experts - choice.misses[i] % max_slot_experts == experts[row]) choice.missed[row] = true;
+        }
+    }
+    if (threadIdx.x < ahead_blocks) ahead.came[ahead_rows + threadIdx.x] = (int)done[threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned brought = 0, right = 0, used = 0, cut = 0;
+        for (int row = 0; row < ahead_rows; row++) {
+            const int expert = (int)experts[row] - 1;
+            const unsigned came = choice.came[row];
+            if (expert >= 0 && came < units) cut = ahead_blocks;
+            brought += came > 0;
+            const bool has_slot = expert >= 0 && choice.slot_of[expert];
+            const bool uses = came > 0 && choice.missed[row] && (has_slot || fills < max_fills);
+            ahead.came[row] = uses ? expert + 1 : 0;
+            if (!uses) continue;
+            right++;
+            used += came;
+            if (has_slot) continue;
+            choice.slot_of[expert] = ahead.first + row + 1;
+            layer.fills[1 + 2 * fills] = expert;
+            layer.fills[2 + 2 * fills++] = ahead.first + row;
+        }
+        const unsigned misses = inputs.phase == 1 ? choice.num_misses : 0;
+        const unsigned gain[] = {misses, brought, right, used, cut};
+        for (int i = 0; i <= gain_cut; i++)
+            atomicAdd(&ahead.gain[i], (unsigned long long)gain[i]);  // waits for nothing
+        choice.fills = fills;
+    }
+    __syncthreads();
+    return choice.fills;
+}
+
 // Chooses this step's fills, counts them, and updates what the pool holds. Free slots go first. Returns the number of
 // fills.
 __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int taken, int read_rows,
@@ -1209,8 +1337,9 @@ __device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
 }
 
 // One block does this for all: counts the step, and chooses the fills. Returns their number.
-__device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_routing& step, slot_inputs& inputs,
-                       slot_choice& choice) {
+__device__ int resolve(const uvm_slots& layer, const uvm_rows& tensors, slot_table* table, const uvm_routing& step,
+                       const uvm_ahead& ahead, slot_inputs& inputs, slot_choice& choice) {
+    if (ahead.rows) find_ahead(layer, ahead, inputs, choice);
     const bool decode = inputs.phase == 1;
     unsigned long long* counts = layer.counts + inputs.phase * slot_kinds * layer.width;
     const int rows = inputs.valid < step.rows ? (int)inputs.valid : step.rows;
@@ -1243,8 +1372,10 @@ __device__ int resolve(const uvm_slots& layer, slot_table* table, const uvm_rout
         if (miss) choice.misses[atomicAdd(&choice.num_misses, 1)] = miss_key(value, expert, read_again);
     }
     __syncthreads();
-    const int most = choice.num_misses;
-    return most ? choose_fills(layer, choice, inputs.taken, step.read_rows, counts + slot_fills * layer.width) : 0;
+    int fills = 0;
+    if (choice.num_misses)
+        fills = choose_fills(layer, choice, inputs.taken, step.read_rows, counts + slot_fills * layer.width);
+    return ahead.rows ? use_ahead(layer, tensors, ahead, inputs, choice, fills) : fills;
 }
 
 // The row that an expert is computed from.
@@ -1300,22 +1431,31 @@ __device__ void align(const uvm_slots& layer, const uvm_routing& step, const slo
     }
 }
 
-// Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks.
+// Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks. What came ahead
+// is there, or is copied within VRAM. Those that copied it may still write what they had begun: the same bytes.
 __device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volatile int* chosen, int fills,
-                           unsigned first, unsigned blocks) {
+                           const uvm_ahead& ahead, unsigned first, unsigned blocks) {
+    const volatile int* done = ahead.came + ahead_rows;
+    const unsigned row = ahead.rows ? row_units(tensors) : 0;
     unsigned unit = first;  // relative to the first unit of the current tensor
     for (int fill = 0; fill < fills; fill++) {
-        const size_t expert = chosen[1 + 2 * fill];
-        const size_t row = first_slot + chosen[2 + 2 * fill];
+        const int expert = chosen[1 + 2 * fill], slot = chosen[2 + 2 * fill];
+        int came = ahead.rows;
+        while (--came >= 0 && ((const volatile int*)ahead.came)[came] != expert + 1);
+        unsigned before = came * row;  // units of the rows ahead before the tensor's
         for (int i = 0; i < tensors.count; i++) {
             const size_t nbytes = tensors.nbytes[i];
-            const unsigned units = (unsigned)((nbytes + copy_unit - 1) / copy_unit);
-            for (; unit < units; unit += blocks) {
+            const unsigned units = units_of(nbytes);
+            for (; (tensors.copied >> i & 1) && unit < units; unit += blocks) {
+                const bool there = came >= 0 && has_come(before + unit, done);
+                if (there && slot == ahead.first + came) continue;
                 const size_t offset = unit * copy_unit, left = nbytes - offset;
-                const char* from = tensors.base[i] + expert * nbytes + offset;
-                copy_row(from, tensors.base[i] + row * nbytes + offset, left < copy_unit ? left : copy_unit);
+                const size_t from = there ? first_slot + ahead.first + came : expert, to = first_slot + slot;
+                copy_row(tensors.base[i] + from * nbytes + offset, tensors.base[i] + to * nbytes + offset,
+                         left < copy_unit ? left : copy_unit);
             }
-            unit -= units;
+            if (tensors.copied >> i & 1) unit -= units;
+            before += units;
         }
     }
 }
@@ -1328,7 +1468,7 @@ __device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volati
 // before this one's have (CUDA Programming Guide, Programmatic Dependent Launch). Nothing is written, and of what other
 // kernels write only read_state reads anything, before await_earlier.
 extern "C" __global__ void __launch_bounds__(copy_threads, 1)
-    uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step) {
+    uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step, uvm_ahead ahead) {
     __shared__ slot_choice choice;
     __shared__ unsigned arrived, published;
     slot_inputs inputs;
@@ -1343,7 +1483,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     await_earlier();
     begin_later();
     const unsigned taken = threadIdx.x == 0 ? atomicAdd(&layer.turn[0], 1u) : 0;
-    if (first) read_step(layer, table, step, inputs);
+    if (first) read_step(layer, table, step, ahead, inputs);
     if (threadIdx.x == 0) arrived = taken;
     __syncthreads();
     const unsigned launch = arrived / slot_blocks + 1;
@@ -1352,9 +1492,9 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     if (place == 0) {
         if (!first) {
             read_state(layer, table, inputs, choice);
-            read_step(layer, table, step, inputs);
+            read_step(layer, table, step, ahead, inputs);
         }
-        if (inputs.valid > 0) fills = resolve(layer, table, step, inputs, choice);
+        if (inputs.valid > 0) fills = resolve(layer, tensors, table, step, ahead, inputs, choice);
         publish(layer, launch, fills);  // always, so that no later launch finds its own number here
         if (step.order)
             align(layer, step, inputs, choice);
@@ -1371,7 +1511,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
         __syncthreads();
         fills = published;
     }
-    fill_slots(tensors, layer.first_slot, layer.fills, fills, place, slot_blocks);
+    fill_slots(tensors, layer.first_slot, layer.fills, fills, ahead, place, slot_blocks);
 }
 
 // One block brings all offloaded experts of a layer into slots, but for the copying: the rule is SlotPolicy.bring. No
@@ -1422,8 +1562,80 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
 
 // Copies chosen experts into their slots, by few blocks: they read over the link beside what is computed meanwhile.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
-    uvm_fill_slots_kernel(uvm_rows tensors, int first_slot, const int* chosen) {
-    fill_slots(tensors, first_slot, chosen, chosen[0], blockIdx.x, gridDim.x);
+    uvm_fill_slots_kernel(uvm_rows tensors, int first_slot, const int* chosen, uvm_ahead ahead) {
+    fill_slots(tensors, first_slot, chosen, chosen[0], ahead, blockIdx.x, gridDim.x);
+}
+
+namespace {
+// Whether to look ahead: not for a while after a window in which less was used than was in the way of fills.
+__device__ bool pays(unsigned long long* gain) {
+    const unsigned long long used = gain[gain_used] - gain[gain_used_then], cut = gain[gain_cut] - gain[gain_cut_then];
+    if (used + cut >= gain_window) {
+        gain[gain_used_then] += used;
+        gain[gain_cut_then] += cut;
+        gain[gain_rest] = used < cut ? gain_pause : 0;
+    }
+    if (gain[gain_rest] == 0) return true;
+    gain[gain_rest]--;
+    return false;
+}
+}  // namespace
+
+// Chooses which experts of a layer come ahead: of those that are guessed the likeliest of all rows that would be
+// missed. Choosing begins a launch, in whose words nothing is copied yet.
+extern "C" __global__ void __launch_bounds__(max_guesses, 1)
+    uvm_choose_ahead_kernel(uvm_slots layer, const slot_table* table, uvm_guess guess, uvm_ahead ahead) {
+    __shared__ int missed[max_guesses];
+    const int nth = threadIdx.x, row = nth % guess.rows, guesses = guess.rows * guess.k;
+    long long id = -1;
+    if (nth < guesses && row < guess.control[0])
+        id = read_id(guess.ids, guess.kind, (long long)row * guess.k + nth / guess.rows) - guess.first_expert;
+    const bool known = id >= 0 && id < layer.num_experts;
+    const bool held = known && (layer.pool.slot_of[layer.at * layer.pool.width + id] || !layer.share[id]);
+    missed[nth] = known && !held ? (int)id + 1 : 0;
+    __syncthreads();
+    if (nth != 0) return;
+    const unsigned now = table->step;
+    const bool looks = pays(ahead.gain) && guess.control[0] > 0 && guess.control[1] == 1;
+    int chosen[ahead_rows] = {}, count = 0;
+    for (int i = 0; looks && i < guesses && count < ahead_rows; i++) {
+        bool again = !missed[i];
+        for (int other = 0; other < count; other++) again = again || chosen[other] == missed[i];
+        if (!again) chosen[count++] = missed[i];
+    }
+    const unsigned long long launch = ((ahead.words[ahead_at] >> 32) + 1) << 32;
+    volatile unsigned long long* words = ahead.words;
+    words[ahead_at] = launch | (unsigned)layer.at;
+    words[ahead_step] = launch | now;
+    for (int i = 0; i < ahead_rows; i++) words[ahead_expert + i] = launch | (unsigned)chosen[i];
+    for (int i = 0; i < ahead_blocks; i++) words[ahead_done + i] = launch;
+}
+
+// Copies them, one unit at a time, until the layer is resolved. `ahead_blocks` blocks, after the kernel that chooses.
+extern "C" __global__ void __launch_bounds__(copy_threads, 2)
+    uvm_copy_ahead_kernel(uvm_rows tensors, int first_slot, uvm_ahead ahead) {
+    __shared__ bool stop;
+    const unsigned long long launch = ahead.words[ahead_at] >> 32 << 32;
+    const unsigned step = (unsigned)ahead.words[ahead_step], units = row_units(tensors);
+    volatile unsigned long long* done = &ahead.words[ahead_done + blockIdx.x];
+    unsigned copied = 0;
+    for (unsigned unit = blockIdx.x; unit < ahead_rows * units; unit += ahead_blocks) {
+        const unsigned row = unit / units;
+        const size_t expert = (unsigned)ahead.words[ahead_expert + row], to = first_slot + ahead.first + row;
+        if (threadIdx.x == 0) stop = *(const volatile unsigned*)ahead.resolved == step;
+        __syncthreads();
+        if (expert == 0 || stop) return;
+        int i = 0;
+        unsigned at = unit % units;
+        for (; at >= units_of(tensors.nbytes[i]); i++) at -= units_of(tensors.nbytes[i]);
+        const size_t nbytes = tensors.nbytes[i], offset = at * copy_unit, left = nbytes - offset;
+        copy_row(tensors.base[i] + (expert - 1) * nbytes + offset, tensors.base[i] + to * nbytes + offset,
+                 left < copy_unit ? left : copy_unit);
+        __syncthreads();
+        if (threadIdx.x != 0) continue;
+        __threadfence();  // after a barrier, so it covers what the other threads copied
+        *done = launch | ++copied;
+    }
 }
 
 // Sets what the kernels of a step read of it. With a table, also begins a step for the slots: halves large counts, and
@@ -1443,6 +1655,8 @@ extern "C" __global__ void uvm_begin_step_kernel(long long* control, long long v
 }
 
 UVM_API int uvm_slot_classes() { return classes; }
+UVM_API int uvm_ahead_words() { return ahead_words; }
+UVM_API int uvm_gain_kinds() { return gain_kinds; }
 
 // Sets, in stream order, the valid rows and the phase of the following step, and begins it for the slots of `table`,
 // null for none. Refused during capture: a graph would set the captured values again at each replay.
@@ -1463,21 +1677,26 @@ bool valid_slots(const uvm_slots& layer, const uvm_rows& tensors) {
     valid = valid && layer.at >= 0 && layer.at < pool.layers && pool.num_slots >= 0;
     return valid && tensors.count > 0 && tensors.count <= max_rows;
 }
+
+bool valid_ahead(const uvm_ahead& ahead) { return ahead.rows == 0 || ahead.rows == ahead_rows; }
 }  // namespace
 
 // Serves one layer of a step from its slots: counts, fills the rows of `tensors`, and makes or rewrites the lists. One
 // launch, no allocation, no synchronisation: a graph may capture it. `programmatic`: whether it may start before the
 // kernel in front of it has ended. Not where that one resolves the same layer, or begins a step.
 UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
-                              const uvm_routing* step, int programmatic, cudaStream_t stream, uvm_failure* failure) {
-    bool valid = valid_slots(*layer, *tensors) && step->rows > 0 && step->k > 0 && step->rows <= INT_MAX / step->k;
+                              const uvm_routing* step, const uvm_ahead* ahead, int programmatic, cudaStream_t stream,
+                              uvm_failure* failure) {
+    bool valid = valid_slots(*layer, *tensors) && valid_ahead(*ahead) && step->rows > 0 && step->k > 0 &&
+                 step->rows <= INT_MAX / step->k;
     valid = valid && step->block_size > 0 && step->read_rows > 0;
     valid = valid && (!step->order || (long long)step->rows * step->k <= max_aligned);
     if (!valid) return fail(failure, "uvm_resolve_slots", -1, cudaErrorInvalidValue);
     uvm_slots slots = *layer;
     uvm_rows parts = *tensors;
     uvm_routing routing = *step;
-    void* arguments[] = {&slots, &parts, &table, &routing};
+    uvm_ahead before = *ahead;
+    void* arguments[] = {&slots, &parts, &table, &routing, &before};
     return launch(failure, (const void*)uvm_resolve_slots_kernel, "uvm_resolve_slots", slot_blocks, copy_threads,
                   arguments, stream, programmatic);
 }
@@ -1494,16 +1713,41 @@ UVM_API int uvm_bring_slots(const uvm_slots* layer, const uvm_rows* tensors, con
 }
 
 // Copies rows of the experts that uvm_bring_slots or uvm_resolve_slots chose, by `blocks` blocks. The caller orders it
-// after that.
-UVM_API int uvm_fill_slots(int device, const uvm_rows* tensors, int first_slot, const int* chosen, int blocks,
-                           cudaStream_t stream, uvm_failure* failure) {
+// after that. `ahead`: as of the latter, all zeros for the former.
+UVM_API int uvm_fill_slots(int device, const uvm_rows* tensors, int first_slot, const int* chosen,
+                           const uvm_ahead* ahead, int blocks, cudaStream_t stream, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
-    if (tensors->count <= 0 || tensors->count > max_rows || blocks <= 0) {
+    if (tensors->count <= 0 || tensors->count > max_rows || blocks <= 0 || !valid_ahead(*ahead)) {
         return fail(failure, "uvm_fill_slots", -1, cudaErrorInvalidValue);
     }
     uvm_rows parts = *tensors;
-    void* arguments[] = {&parts, &first_slot, &chosen};
+    uvm_ahead before = *ahead;
+    void* arguments[] = {&parts, &first_slot, &chosen, &before};
     return launch(failure, (const void*)uvm_fill_slots_kernel, "uvm_fill_slots", blocks, copy_threads, arguments,
+                  stream);
+}
+
+// Copies experts of a layer ahead of its own routing, in stream order, until uvm_resolve_slots serves it in this step,
+// which the caller does not order after this. The next call for a layer that takes turns with this one comes after it
+// has been computed. A graph may capture it. At most max_guesses ids.
+UVM_API int uvm_look_ahead(int device, const uvm_slots* layer, const uvm_rows* tensors, const slot_table* table,
+                           const uvm_guess* guess, const uvm_ahead* ahead, cudaStream_t stream, uvm_failure* failure) {
+    on_device guard(device, failure);
+    if (guard.error != cudaSuccess) return guard.error;
+    bool valid = valid_slots(*layer, *tensors) && ahead->rows == ahead_rows && guess->rows > 0 && guess->k > 0;
+    valid = valid && guess->rows <= max_guesses / guess->k;
+    if (!valid) return fail(failure, "uvm_look_ahead", -1, cudaErrorInvalidValue);
+    uvm_slots slots = *layer;
+    uvm_rows parts = *tensors;
+    uvm_guess guessed = *guess;
+    uvm_ahead rows = *ahead;
+    void* choosing[] = {&slots, &table, &guessed, &rows};
+    cudaError_t error =
+        launch(failure, (const void*)uvm_choose_ahead_kernel, "uvm_look_ahead", 1, max_guesses, choosing, stream);
+    if (error != cudaSuccess) return error;
+    int first_slot = layer->first_slot;
+    void* copying[] = {&parts, &first_slot, &rows};
+    return launch(failure, (const void*)uvm_copy_ahead_kernel, "uvm_look_ahead", ahead_blocks, copy_threads, copying,
                   stream);
 }

@@ -65,6 +65,12 @@ class Settings:
         return self.prefetch != "frequency"
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether slots look ahead within a step. ``continuous`` alone does not: what that gains depends on the model's
+        routers, and is simulated (benchmarks/results/lookahead)."""
+        return self.prefetch == "speculative"
+
+    @property
     def residents_change(self) -> bool:
         """Whether residents may change while serving."""
         return self.adapt == "continuous" or (self.adapt == "warmup" and self.resident_selection == "frequency")

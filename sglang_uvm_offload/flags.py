@@ -105,7 +105,8 @@ FLAGS = {
         "none",
         "Move experts to VRAM between steps, ahead of their use. frequency: predict from each expert's own past use. "
         "speculative: also from which experts are used together. Both imply --expert-offload-adapt continuous, which on its "
-        "own is speculative.",
+        "own is speculative between steps. Within a decode step speculative has slots also look ahead: experts that the next "
+        "layer's router would choose from this layer's input come beside this layer.",
     ),
 }
 

@@ -21,9 +21,11 @@ from sglang_uvm_offload.cuda.structs import (
     CudaFailure,
     SlotState,
     SlotStep,
+    _Ahead,
     _Copy,
     _Counted,
     _Failure,
+    _Guess,
     _Routing,
     _Rows,
     _Slots,
@@ -31,8 +33,10 @@ from sglang_uvm_offload.cuda.structs import (
 )
 from sglang_uvm_offload.memory.protocol import Location, Span
 from sglang_uvm_offload.memory.slots import (
+    AHEAD_ROWS,
     MAX_ALIGNED,
     MAX_EXPERTS,
+    MAX_GUESSES,
     MAX_POOL_EXPERTS,
     MAX_REQUESTS,
     MAX_TENSORS,
@@ -54,9 +58,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_count_routing": [POINTER(_Counted), c_int, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_count_histogram": [c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p],
     "uvm_begin_step": [c_void_p, c_longlong, c_longlong, c_void_p, c_void_p],
-    "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), c_int, c_void_p],
+    "uvm_resolve_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Routing), POINTER(_Ahead), c_int, c_void_p],
     "uvm_bring_slots": [POINTER(_Slots), POINTER(_Rows), c_void_p, c_int, c_void_p, c_void_p, c_void_p],
-    "uvm_fill_slots": [c_int, POINTER(_Rows), c_int, c_void_p, c_int, c_void_p],
+    "uvm_fill_slots": [c_int, POINTER(_Rows), c_int, c_void_p, POINTER(_Ahead), c_int, c_void_p],
+    "uvm_look_ahead": [c_int, POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Guess), POINTER(_Ahead), c_void_p],
 }
 """The arguments of each function that can fail, without the final ``uvm_failure*``."""
 
@@ -98,6 +103,10 @@ class CudaOps:
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
         assert (self._lib.uvm_max_pool_experts(), self._lib.uvm_max_requests()) == (MAX_POOL_EXPERTS, MAX_REQUESTS)
         assert self._lib.uvm_max_aligned() == MAX_ALIGNED
+        assert (self._lib.uvm_ahead_rows(), self._lib.uvm_max_guesses()) == (AHEAD_ROWS, MAX_GUESSES)
+        self.ahead_blocks: int = self._lib.uvm_ahead_blocks()
+        self.ahead_words: int = self._lib.uvm_ahead_words()
+        self.gain_kinds: int = self._lib.uvm_gain_kinds()
         self.pool_chunk: int = self._lib.uvm_pool_chunk()
         self.max_fills: int = self._lib.uvm_max_fills()
         self._slot_classes: int = self._lib.uvm_slot_classes()
@@ -253,7 +262,8 @@ class CudaOps:
             step.requests.data_ptr(),
         )
         routing, (now, _) = _Routing(*routed, order, *blocks, *how), state.tensors(later)
-        self._call("uvm_resolve_slots", state.pointers, now, table.data_ptr(), routing, programmatic, _stream(ids))
+        given = table.data_ptr(), routing, state.ahead_pointers, programmatic, _stream(ids)
+        self._call("uvm_resolve_slots", state.pointers, now, *given)
 
     def bring_slots(
         self, state: SlotState, table: torch.Tensor, beside: int, control: torch.Tensor, brought: torch.Tensor
@@ -268,11 +278,23 @@ class CudaOps:
     def fill_slots(
         self, state: SlotState, chosen: torch.Tensor, later: frozenset[int] | None, blocks: int, stream: int
     ) -> None:
-        """Copy rows of the experts that ``resolve_slots`` (``chosen``: the layer's ``fills``) or ``bring_slots`` chose, in the
-        order of ``stream``, which must come after it. ``later``: of which tensors, None for all. By ``blocks`` of a kernel."""
-        tensors = state.tensors()[0] if later is None else state.tensors(later)[1]
+        """Copy rows of the experts that ``resolve_slots`` chose (``chosen``: the layer's ``fills``), in the tensors at the
+        addresses ``later``; where it is None, of those that ``bring_slots`` chose, in all tensors. In the order of ``stream``,
+        which must come after that. By ``blocks`` of a kernel."""
+        tensors, ahead = (state.tensors()[0], _Ahead()) if later is None else (state.tensors(later)[1], state.ahead_pointers)
         device, first = chosen.device.index, state.first_slot
-        self._call("uvm_fill_slots", device, tensors, first, chosen.data_ptr(), blocks, stream)
+        self._call("uvm_fill_slots", device, tensors, first, chosen.data_ptr(), ahead, blocks, stream)
+
+    def look_ahead(
+        self, state: SlotState, table: torch.Tensor, ids: torch.Tensor, first_expert: int, control: torch.Tensor
+    ) -> None:
+        """Copy experts of ``ids[rows, n]``, the likeliest of each row first, until the layer is resolved in this step."""
+        _check_control(control)
+        if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous() or ids.numel() > MAX_GUESSES:
+            raise ValueError(f"guesses are {ids.dtype} {tuple(ids.shape)}, not {MAX_GUESSES} contiguous int32 or int64 at most")
+        guess = _Guess(ids.data_ptr(), self._ids[ids.dtype], *ids.shape, first_expert, control.data_ptr())
+        given = state.pointers, state.tensors()[0], table.data_ptr(), guess, state.ahead_pointers, _stream(ids)
+        self._call("uvm_look_ahead", ids.device.index, *given)
 
     def _check_counters(self, control: torch.Tensor, counts: torch.Tensor, source: torch.Tensor) -> int:
         _check_control(control)

@@ -10,13 +10,14 @@ import torch
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.structs import CudaFailure
-from sglang_uvm_offload.memory.slots import BlockLists, Rows, SlotLayer
+from sglang_uvm_offload.memory.slots import BlockLists, Guess, Rows, SlotLayer
 from sglang_uvm_offload.policy.slot_policy import WHOLE
 from sglang_uvm_offload.routing.counts import Phase
 
 logger = logging.getLogger(__name__)
 
-_LAYERS, _EXPERTS, _BYTES = 3, 2, 64
+_LAYERS, _EXPERTS, _SLOTS, _BYTES = 3, 2, 72, 64
+"""So many slots that some are kept for what comes ahead."""
 
 
 def with_overlap(slots: CudaSlots) -> CudaSlots:
@@ -47,12 +48,12 @@ class _Trial:
     """Layers of two experts, one row in each of two tensors, that miss all of them."""
 
     def __init__(self) -> None:
-        rows = (_LAYERS + _LAYERS) * _EXPERTS
+        rows = _LAYERS * _EXPERTS + _SLOTS
         values = torch.arange(1, rows + 1, dtype=torch.uint8).view(rows, 1).expand(rows, _BYTES).contiguous()
         self._tensors = [values.cuda() for _ in range(2)]
         self._counters = CudaRoutingCounters(_LAYERS, _EXPERTS)
         served = [SlotLayer(self._rows(at), _EXPERTS, 0, (_LAYERS - at) * _EXPERTS) for at in range(_LAYERS)]
-        self._slots = CudaSlots(self._counters, served, [_LAYERS * _EXPERTS])
+        self._slots = CudaSlots(self._counters, served, [_SLOTS], ahead=True)
         self._slots.set_share(torch.full((_LAYERS, _EXPERTS), WHOLE, dtype=torch.uint8).numpy())
         self._ids = torch.arange(_EXPERTS, dtype=torch.int32).view(1, _EXPERTS).cuda()
         self._lists = [torch.zeros(_LAYERS, size, dtype=torch.int32).cuda() for size in (_EXPERTS, _EXPERTS, 1)]
@@ -69,7 +70,10 @@ class _Trial:
             order, blocks, padded = (each[layer] for each in self._lists)
             later = frozenset([self._rows(layer)[1].address])
             self._slots.resolve(layer, self._ids, BlockLists(blocks, padded, 1, order=order), later)
+            if layer + 1 < _LAYERS:
+                self._slots.look_ahead(layer + 1, Guess(lambda: self._ids, lambda logits: logits, 0))
             self._slots.await_fills()
+            self._slots.end_layer(layer)
 
     def is_right(self) -> bool:
         _, blocks, padded = (each.cpu() for each in self._lists)
@@ -77,5 +81,5 @@ class _Trial:
             return False
         first = torch.arange(_LAYERS).view(-1, 1) * _EXPERTS
         taken, own = (blocks + first).long().flatten(), (torch.arange(_EXPERTS) + first).flatten()
-        inside = bool(((taken >= _LAYERS * _EXPERTS) & (taken < 2 * _LAYERS * _EXPERTS)).all())
+        inside = bool(((taken >= _LAYERS * _EXPERTS) & (taken < _LAYERS * _EXPERTS + _SLOTS)).all())
         return inside and all(bool((tensor.cpu()[taken] == tensor.cpu()[own]).all()) for tensor in self._tensors)

@@ -14,9 +14,20 @@ import torch
 
 from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
 from sglang_uvm_offload.cuda.ops import device_ops
-from sglang_uvm_offload.cuda.structs import ENDS_PROCESS, CudaFailure, PoolState, SlotState, SlotStep
+from sglang_uvm_offload.cuda.structs import ENDS_PROCESS, AheadState, CudaFailure, PoolState, SlotState, SlotStep
 from sglang_uvm_offload.memory.protocol import Span
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_REQUESTS, NO_TENSORS, BlockLists, Requests, SlotLayer
+from sglang_uvm_offload.memory.slots import (
+    AHEAD_ROWS,
+    MAX_EXPERTS,
+    MAX_REQUESTS,
+    NO_TENSORS,
+    BlockLists,
+    Gain,
+    Guess,
+    Requests,
+    SlotLayer,
+    turns,
+)
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS
 from sglang_uvm_offload.policy.slot_policy import NOT_HELD, assumed_counts
 
@@ -28,11 +39,18 @@ _TAKEN_BYTES = 16
 
 
 class CudaSlots:
-    """``layers``: None for a layer without slots. ``slots``: of each pool."""
+    """``layers``: None for a layer without slots. ``slots``: of each pool. ``ahead``: whether to look ahead."""
 
     aligns = True
 
-    def __init__(self, counters: CudaRoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]):
+    def __init__(
+        self,
+        counters: CudaRoutingCounters,
+        layers: Sequence[SlotLayer | None],
+        slots: Sequence[int],
+        *,
+        ahead: bool = False,
+    ):
         device = counters.control.device
         self._ops = device_ops(device.index)
         self._step = SlotStep(counters.control, torch.zeros(1 + 2 * MAX_REQUESTS, dtype=torch.int32).to(device))
@@ -44,9 +62,15 @@ class CudaSlots:
         """What slots hold: the state of all pools."""
         self._states: dict[int, SlotState] = {}
         counts = counters.slot_counts()
-        for pool, each in zip(_pools(self._held, shapes, slots), served, strict=True):
+        kept = [turns(count) if ahead else 0 for count in slots]
+        slots = [count - rows for count, rows in zip(slots, kept, strict=True)]
+        self._gain = torch.zeros(self._ops.gain_kinds, dtype=torch.int64).to(device) if any(kept) else None
+        for pool, each, rows in zip(_pools(self._held, shapes, slots), served, kept, strict=True):
+            words = torch.zeros(2, self._ops.ahead_words, dtype=torch.int64).to(device)
             for at, (i, layer) in enumerate(each):
-                self._states[i] = self._state(layer, pool, at, self._share[i], counts[i])
+                # Nothing comes before the first layer.
+                turn = self._turn(pool, at % 2, words[at % 2]) if rows and i else None
+                self._states[i] = self._state(layer, pool, at, self._share[i], counts[i], turn)
         events, uses = assumed_counts()
         start = np.concatenate([[0], events, uses, np.zeros_like(events)]).astype(np.int32)
         self._table = torch.from_numpy(start).to(device)
@@ -65,8 +89,25 @@ class CudaSlots:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._filling = False
         """Whether the calling stream has yet to wait for fills."""
+        self._forked: torch.cuda.Event | None = None
+        """What it waits for then."""
+        self._ahead: int | None = None
+        """The layer that was looked ahead for last, while nothing waits for its copies."""
 
-    def _state(self, layer: SlotLayer, pool: PoolState, at: int, share: torch.Tensor, counts: torch.Tensor) -> SlotState:
+    def _turn(self, pool: PoolState, turn: int, words: torch.Tensor) -> AheadState:
+        assert self._gain is not None
+        own = torch.zeros(1 + AHEAD_ROWS + self._ops.ahead_blocks, dtype=torch.int32).to(words.device)
+        return AheadState(pool.num_slots + turn * AHEAD_ROWS, own[:1], own[1:], words, self._gain)
+
+    def _state(
+        self,
+        layer: SlotLayer,
+        pool: PoolState,
+        at: int,
+        share: torch.Tensor,
+        counts: torch.Tensor,
+        ahead: AheadState | None,
+    ) -> SlotState:
         known = torch.zeros(5, layer.num_experts, dtype=torch.int32).to(share.device)
         work = torch.zeros(2 + 1 + 2 * self._ops.max_fills, dtype=torch.int32).to(share.device)
         return SlotState(
@@ -84,6 +125,7 @@ class CudaSlots:
             share=share,
             came=torch.zeros(layer.num_experts, dtype=torch.uint8).to(share.device),
             counts=counts,
+            ahead=ahead,
         )
 
     def begin_step(self, requests: Requests | None = None, *, brings: bool = False) -> None:
@@ -98,8 +140,7 @@ class CudaSlots:
         if state is None or not ids.numel():
             return
         self.await_fills()
-        # A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing.
-        step = self._step._replace(brings=False) if self._step.brings and not self.may_bring() else self._step
+        step = self._step._replace(brings=self._brings)
         later = later if self.overlaps else NO_TENSORS
         early = self.overlaps and self._programmatic and self._resolved not in (None, layer)
         self._ops.resolve_slots(state, self._table, ids, lists, step, later, programmatic=early)
@@ -107,11 +148,37 @@ class CudaSlots:
         if later and not step.brings:
             self._fill(state, state.fills, later)
 
+    @property
+    def _brings(self) -> bool:
+        """A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing."""
+        return self._step.brings and self.may_bring()
+
     def await_fills(self) -> bool:
         filling, self._filling = self._filling, False
-        if filling:
-            self.await_brought()
+        forked, self._forked = self._forked, None
+        if forked is not None:
+            torch.cuda.current_stream(self._brought.device).wait_event(forked)
         return filling
+
+    def look_ahead(self, layer: int, guess: Guess) -> None:
+        state = self._states.get(layer)
+        if state is None or state.ahead is None or not self._filling:
+            return
+        # It is joined even if the layer is not resolved, or what follows fails: a capture must end with all that it forked.
+        self._ahead = layer
+        with torch.cuda.stream(self._stream):
+            logits = guess.logits()
+            self._forked = self._stream.record_event()  # the second GEMM may write where these were read
+            ids = guess.experts(logits).contiguous()
+            self._ops.look_ahead(state, self._table, ids, guess.first_expert, self._step.control)
+
+    def end_layer(self, layer: int) -> None:
+        if self._ahead == layer:
+            self._ahead = None
+            self.await_brought()
+
+    def gain(self) -> Gain | None:
+        return None if self._gain is None else Gain(*self._gain[: len(Gain._fields)].tolist())
 
     def may_bring(self) -> bool:
         return not torch.cuda.is_current_stream_capturing()
@@ -123,7 +190,7 @@ class CudaSlots:
         try:
             self._ops.bring_slots(state, self._table, kept, self._step.control, self._brought)
             self._fill(state, self._brought, None)
-            self._filling = False  # ``await_brought`` awaits it
+            self._filling, self._forked = False, None  # ``await_brought`` awaits it
         except CudaFailure as failure:
             raise failure.on(f"the experts of layer {layer}", Span(0, 0)) from failure
 
@@ -133,8 +200,10 @@ class CudaSlots:
         self._filling = True
         try:
             self._ops.fill_slots(state, chosen, later, self.link_blocks, self._stream.cuda_stream)
+            self._forked = self._stream.record_event()
         except CudaFailure as failure:
-            self.await_fills()
+            self._filling = False
+            self.await_brought()
             if failure.error not in ENDS_PROCESS:
                 self.reset()  # the slots that were chosen hold other bytes
             raise

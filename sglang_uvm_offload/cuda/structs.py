@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_char, c_int, c_size_t, c_void_p
+from ctypes import c_char, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
-from sglang_uvm_offload.memory.slots import MAX_TENSORS, NO_TENSORS, Rows
+from sglang_uvm_offload.memory.slots import AHEAD_ROWS, MAX_TENSORS, NO_TENSORS, Rows
 
 ENDS_PROCESS = (700, 702, 710, 714, 715, 716, 717, 718, 719)
 """Errors of a kernel after which every call of the process fails, as the CUDA runtime's documentation of each says: illegal
@@ -85,6 +85,7 @@ class _Slots(ctypes.Structure):
 class _Rows(ctypes.Structure):
     _fields_ = [
         ("count", c_int),
+        ("copied", c_uint),
         ("base", c_void_p * MAX_TENSORS),
         ("nbytes", c_size_t * MAX_TENSORS),
     ]
@@ -97,6 +98,39 @@ class _Routing(ctypes.Structure):
         *((name, c_int) for name in ("block_size", "read_rows", "brings")),
         *(("control", c_void_p), ("requests", c_void_p)),
     ]
+
+
+class _Ahead(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int) for name in ("rows", "first")),
+        *((name, c_void_p) for name in ("resolved", "came", "words", "gain")),
+    ]
+
+
+class _Guess(ctypes.Structure):
+    _fields_ = [
+        ("ids", c_void_p),
+        *((name, c_int) for name in ("kind", "rows", "k", "first_expert")),
+        ("control", c_void_p),
+    ]
+
+
+_NOTHING_AHEAD = _Ahead()
+
+
+class AheadState(NamedTuple):
+    """Where experts of a layer come ahead of its routing. All zeros at first."""
+
+    first: int
+    """The slot of the first of ``AHEAD_ROWS``."""
+    resolved: torch.Tensor
+    """int32 ``[1]``: the step for which the layer was resolved last."""
+    came: torch.Tensor
+    """int32 ``[AHEAD_ROWS + blocks]``, of the layer."""
+    words: torch.Tensor
+    """int64 ``[CudaOps.ahead_words]``, of all layers that take turns."""
+    gain: torch.Tensor
+    """int64 ``[CudaOps.gain_kinds]``, of the model; the first ones are those of ``Gain``."""
 
 
 @dataclass(frozen=True)
@@ -145,17 +179,25 @@ class SlotState:
     """uint8 ``[E]``: whether it was brought for the last step for which any were."""
     counts: torch.Tensor
     """int64 ``[2, 4, width]``"""
+    ahead: AheadState | None = None
 
     @functools.cached_property
     def pointers(self) -> _Slots:
         sizes = self.at, self.first_slot, self.num_experts, self.counts.size(2)
         return _Slots(self.pool.pointers, *sizes, *(getattr(self, name).data_ptr() for name in _STATE))
 
+    @functools.cached_property
+    def ahead_pointers(self) -> _Ahead:
+        if self.ahead is None:
+            return _NOTHING_AHEAD
+        first, *tensors = self.ahead
+        return _Ahead(AHEAD_ROWS, first, *(each.data_ptr() for each in tensors))
+
     def tensors(self, later: frozenset[int] = NO_TENSORS) -> tuple[_Rows, _Rows]:
-        """The tensors, and those of them at the addresses ``later``, which the first part then lacks."""
+        """To copy rows of all tensors but those at the addresses ``later``, and of these."""
         if later not in self._tensors:
-            now, after = ([row for row in self.rows if (row.address in later) == late] for late in (False, True))
-            self._tensors[later] = _rows(now), _rows(after)
+            late = sum(1 << i for i, row in enumerate(self.rows) if row.address in later)
+            self._tensors[later] = _rows(self.rows, (1 << len(self.rows)) - 1 - late), _rows(self.rows, late)
         return self._tensors[later]
 
     @functools.cached_property
@@ -163,9 +205,9 @@ class SlotState:
         return {}
 
 
-def _rows(rows: list[Rows]) -> _Rows:
+def _rows(rows: list[Rows], copied: int) -> _Rows:
     addresses, sizes = [row.address for row in rows], [row.nbytes for row in rows]
-    return _Rows(len(rows), (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes))
+    return _Rows(len(rows), copied, (c_void_p * MAX_TENSORS)(*addresses), (c_size_t * MAX_TENSORS)(*sizes))
 
 
 class SlotStep(NamedTuple):

@@ -7,7 +7,7 @@ tensors. Two modules implement the protocol: ``cuda/slots`` (a kernel that a gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ MAX_REQUESTS = 256
 """The most requests of a prefill that are looked at."""
 MAX_ALIGNED = 64
 """The most ids that ``ExpertSlots.resolve`` aligns."""
+AHEAD_ROWS = 2
+"""The most experts of a layer that come ahead of its routing: more than the link brings while a layer computes."""
+MAX_GUESSES = 256
+"""The most ids of a ``Guess``."""
 
 Requests = Sequence[tuple[int, int]]
 """Of each request that ends in a prefill, in the order of its rows: the first row and the one behind the last."""
@@ -65,11 +69,39 @@ class BlockLists(NamedTuple):
 NO_TENSORS: frozenset[int] = frozenset()
 
 
+class Guess(NamedTuple):
+    """Which experts a layer will use, before its own router tells."""
+
+    logits: Callable[[], torch.Tensor]
+    """Reads what the layer before is computed from."""
+    experts: Callable[[torch.Tensor], torch.Tensor]
+    """Of the logits: int32 or int64 ``[rows, n]``, the likeliest of each row first, in the model's numbers of experts."""
+    first_expert: int
+    """The number of the layer's first one."""
+
+
+class Gain(NamedTuple):
+    """What came ahead, in experts."""
+
+    misses: int
+    """Of the layers that may be looked ahead for."""
+    brought: int
+    """At least in part."""
+    right: int
+    """Of those that were brought, the misses."""
+
+
+def turns(slots: int) -> int:
+    """How many of a pool's slots hold what comes ahead, so that layers take turns: one is computed from its own while the next
+    one's come. None of few slots, which lose more by it."""
+    return 2 * AHEAD_ROWS if slots >= 32 * AHEAD_ROWS else 0
+
+
 class ExpertSlots(Protocol):
     """The slots of one model, made from its layers (``SlotLayer``, or None for a layer without slots) in the order of a step,
-    and the number of slots of each pool. Ids and residency are those of local experts. All but ``resolve`` and what
-    brings experts or awaits them is called between steps, outside any capture, in the order of the steps. No call waits for
-    the device."""
+    the number of slots of each pool, and whether they look ahead. Ids and residency are those of local experts. All but
+    ``resolve``, ``look_ahead``, ``end_layer`` and what brings experts or awaits them is called between steps, outside any
+    capture, in the order of the steps. No call but ``gain`` waits for the device."""
 
     aligns: bool
     """Whether ``resolve`` can make lists."""
@@ -100,6 +132,18 @@ class ExpertSlots(Protocol):
 
     def await_brought(self) -> None:
         """What the calling stream is given from now on comes after all that is being brought."""
+
+    def look_ahead(self, layer: int, guess: Guess) -> None:
+        """Begin to copy experts of the layer at index ``layer`` to where no slot's are, beside the layer that was resolved last
+        and is to await its fills, until ``layer`` is resolved in the same step: what it misses and has come then need not be
+        brought. Does nothing where slots do not look ahead, or not beside that layer. Raises what ``guess`` raises."""
+
+    def end_layer(self, layer: int) -> None:
+        """What the calling stream is given from now on comes after what was copied for the layer at index ``layer``, whether
+        it was resolved or not."""
+
+    def gain(self) -> Gain | None:
+        """Of decode steps so far; None where slots do not look ahead. Waits for the device."""
 
     def reset(self) -> None:
         """The slots hold nothing: bytes of experts may have changed since the last step."""

@@ -102,6 +102,8 @@ def _facts(info: ServerInfo, source: str) -> Element:
     for name, shown in zip(info.rank_names, info.ranks, strict=True):
         if shown.slots is not None:
             pairs.append((_of("slots", name, info.ranks), _slots(shown.slots)))
+        if shown.lookahead is not None:
+            pairs.append((_of("look-ahead", name, info.ranks), str(shown.lookahead)))
         if shown.profile is not None:
             pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
         if shown.link is not None:

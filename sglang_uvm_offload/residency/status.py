@@ -116,6 +116,33 @@ class SlotStatus(Struct, frozen=True):
     """Experts that came into slots ahead of steps that stream."""
 
 
+class LookaheadStatus(Struct, frozen=True):
+    """What came ahead of layers that slots look ahead for, in decode steps so far. In experts."""
+
+    misses: Count
+    """What no slot held."""
+    brought: Count
+    """What came ahead, at least in part."""
+    right: Count
+    """What came ahead and was missed, so that its bytes did not have to be awaited."""
+
+    @property
+    def recall(self) -> float:
+        """The share of misses that came ahead."""
+        return self.right / self.misses if self.misses else 0.0
+
+    @property
+    def precision(self) -> float:
+        """The share of what came ahead that was missed."""
+        return self.right / self.brought if self.brought else 0.0
+
+    def __str__(self) -> str:
+        if not self.brought:
+            return f"nothing came ahead of {self.misses} misses"
+        right = f"{100 * self.precision:.0f} % of what came ahead was used"
+        return f"{100 * self.recall:.0f} % of {self.misses} misses came ahead; {right}"
+
+
 class PhaseTime(Struct, frozen=True):
     """One phase of a rank's start; what a phase within it takes counts there alone."""
 
@@ -188,6 +215,8 @@ class RankStatus(Struct, frozen=True):
     curve: Curve | None
     slots: SlotStatus | None = None
     """None without slots."""
+    lookahead: LookaheadStatus | None = None
+    """None where slots do not look ahead."""
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
     streaming: StreamStatus | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from sglang_uvm_offload.memory.slots import (
     NO_TENSORS,
     BlockLists,
     ExpertSlots,
+    Gain,
+    Guess,
     Requests,
     Rows,
     SlotLayer,
@@ -31,7 +34,8 @@ logger = logging.getLogger(__name__)
 class LayerSlots:
     """The slots of one layer, as the code that computes it finds them."""
 
-    def __init__(self, layer: ExpertLayer, served: SlotLayer, device: ExpertSlots):
+    def __init__(self, layer: ExpertLayer, served: SlotLayer, device: ExpertSlots, after: Callable[[], object] = tuple):
+        """``after``: called when the layer is resolved."""
         assert layer.pool is not None
         self.first_slot = served.first_slot
         """Its row, counted from the layer's first."""
@@ -40,7 +44,7 @@ class LayerSlots:
         self.row_bytes = {row.address: row.nbytes for row in served.rows}
         """The bytes of a row, of the tensor at each address."""
         self.layer_id = layer.layer_id
-        self._layer, self._device = layer, device
+        self._layer, self._device, self._after = layer, device, after
         self._rows: dict[int, torch.Tensor] = {}
 
     def all_rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,6 +58,7 @@ class LayerSlots:
     def resolve(self, ids: torch.Tensor, lists: BlockLists, later: frozenset[int] = NO_TENSORS) -> None:
         """As ``memory.slots.ExpertSlots.resolve``."""
         self._device.resolve(self._layer.index, ids, lists, later)
+        self._after()
 
     def align(
         self, ids: torch.Tensor, block_size: int, num_padded: int, later: frozenset[int]
@@ -80,9 +85,11 @@ class ModelSlots:
         layers: Sequence[ExpertLayer],
         make: Callable[[Sequence[SlotLayer | None], Sequence[int]], ExpertSlots],
         without: Callable[[ExpertLayer], str | None] = lambda layer: None,
+        guess: Callable[[int, torch.Tensor], Guess | None] | None = None,
     ):
         """``make``: the slots of the layers on the device, from the layers (None for one without) and the slots of each pool.
-        ``without``: why the code that computes a layer cannot use slots, None if it can."""
+        ``without``: why the code that computes a layer cannot use slots, None if it can. ``guess``: the experts of the layer at
+        an index, from the input ``[rows, width]`` of the layer before; None where there is nothing to guess from."""
         self.layers = layers
         self.reasons = [_without_slots(layer) or without(layer) for layer in layers]
         """Of each layer, why it has no slots; None where it has."""
@@ -90,6 +97,9 @@ class ModelSlots:
         self._served = [None if why else self._slot_layer(layer) for layer, why in zip(layers, self.reasons, strict=True)]
         self._device = make(self._served, [pool.num_slots for pool in self._pools]) if any(self._served) else None
         self._room = self._rooms()
+        self._guess = guess
+        self._input: torch.Tensor | None = None
+        """Of the layer that is computed."""
         self._at: dict[int, LayerSlots] = {}
         self._index_tensors()
         self._generations = [layer.generation for layer in layers]
@@ -105,6 +115,41 @@ class ModelSlots:
     def at(self, address: int) -> LayerSlots | None:
         """The slots of the layer that has a tensor at this address; None for others, such as a stream buffer."""
         return self._at.get(address)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether ``begin_layer`` and ``end_layer`` are to be called."""
+        return self._guess is not None
+
+    def begin_layer(self, hidden: torch.Tensor | None) -> None:
+        """A layer computes its experts from ``hidden[rows, width]``; None: from what no router sees."""
+        self._input = hidden
+
+    def end_layer(self, index: int) -> None:
+        """It has been given to the calling stream."""
+        self._input = None
+        if self._device is not None:
+            self._device.end_layer(index)
+
+    def gain(self) -> Gain | None:
+        """As ``memory.slots.ExpertSlots.gain``; None where nothing guesses any more."""
+        return None if self._device is None or self._guess is None else self._device.gain()
+
+    def _look_ahead(self, index: int) -> None:
+        """The layer before is resolved. What fails ends guessing and nothing else: a model may have a router that is none of
+        those known."""
+        hidden, self._input = self._input, None
+        if self._guess is None or hidden is None or index >= len(self.layers) or self.reasons[index] is not None:
+            return
+        assert self._device is not None
+        try:
+            guess = self._guess(index, hidden)
+            if guess is not None:
+                self._device.look_ahead(index, guess)
+        except Exception as error:
+            self._device.end_layer(index)
+            self._guess = None
+            logger.exception("Expert offload: slots look ahead no more: %s: %s", type(error).__name__, error)
 
     def bytes_written(self) -> None:
         """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
@@ -165,7 +210,7 @@ class ModelSlots:
         self._at = {}
         for index, (served, reason) in enumerate(zip(self._served, self.reasons, strict=True)):
             if served is not None and reason is None and self._device is not None:
-                slots = LayerSlots(self.layers[index], served, self._device)
+                slots = LayerSlots(self.layers[index], served, self._device, partial(self._look_ahead, index + 1))
                 self._at |= dict.fromkeys(slots.row_bytes, slots)
 
     def _rooms(self) -> list[bool]:

@@ -100,7 +100,7 @@ def test_the_second_gemm_reads_what_came_beside_the_first_one_at_each_timing(sta
 
 
 NO_FORK = "device._stream.wait_stream = lambda stream: None"
-NO_JOIN = "device.await_brought = lambda: None"
+NO_JOIN = "device.await_fills = lambda: True"
 
 
 @pytest.mark.parametrize(("without", "orders"), [(NO_FORK, {"chosen"}), (NO_JOIN, {"come", "next"})])

@@ -107,6 +107,34 @@ def test_families_ranks_and_drafts_give_the_same_answers(
     assert_same_answers(on, off, 1e-5 if "enable_dp_attention" in engine else 0.0)  # as in test_serving_parallel
 
 
+AHEAD = [
+    pytest.param("qwen3_moe", {}, id="qwen3_moe"),
+    *(
+        pytest.param(each.values[0], each.values[2], id=each.id, marks=pytest.mark.nightly)
+        for each in CASES
+        if each.id != "tp2"
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "engine"), AHEAD)
+def test_slots_that_look_ahead_give_the_same_answers(
+    family: str, engine: dict[str, Any], checkpoints: Checkpoints, engines: Engines
+) -> None:
+    checkpoint = checkpoints(family, dtype="float32", layers=14)
+    common = {**TRITON, "env": SHIM, "prompts": PROMPTS[:2], "max_new_tokens": 24, **engine}
+    off = engines.baseline(checkpoint, **common)
+    slots = 6 if family == "gpt_oss" else 11  # of 8 and 16 experts a layer; none look ahead below 64 on a rank
+    flags = {"expert_offload_num_resident": 0, "expert_offload_slots": slots, "expert_offload_prefetch": "speculative"}
+    on = engines.run(checkpoint, **common, **OFFLOAD | flags)
+    assert_served(on)
+    ahead = on.offload["lookahead"]
+    if "enable_eplb" not in engine:  # whose experts are not where their numbers say
+        assert 0 < ahead["right"] < ahead["brought"]
+        assert ahead["right"] <= ahead["misses"]
+    assert_same_answers(on, off, 1e-5 if "enable_dp_attention" in engine else 0.0)
+
+
 @pytest.mark.nightly
 @pytest.mark.works(*FORMATS)
 @pytest.mark.parametrize(("quant", "more"), [("fp8", {}), ("int8", {}), ("gptq", {"quantization": "moe_wna16"})])

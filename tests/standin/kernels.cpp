@@ -41,6 +41,10 @@ extern "C" void* standin_bind(const char* name, void** arguments) {
         return new bound_kernel(with_arguments(uvm_bring_slots_kernel, arguments));
     if (!strcmp(name, "uvm_fill_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_fill_slots_kernel, arguments));
+    if (!strcmp(name, "uvm_choose_ahead_kernel"))
+        return new bound_kernel(with_arguments(uvm_choose_ahead_kernel, arguments));
+    if (!strcmp(name, "uvm_copy_ahead_kernel"))
+        return new bound_kernel(with_arguments(uvm_copy_ahead_kernel, arguments));
     if (!strcmp(name, "uvm_resolve_slots_kernel"))
         return new bound_kernel(with_arguments(uvm_resolve_slots_kernel, arguments));
     return nullptr;

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.moe import topk
 from sglang.srt.layers.moe.topk import TopKConfig
 
-from sglang_uvm_offload.plugin.rank.lookahead import Lookahead, find_routers, ranked
+from sglang_uvm_offload.cpu.memory import EmulatedMemory
+from sglang_uvm_offload.expert_location import ExpertLocation
+from sglang_uvm_offload.experts.layer import ExpertLayer
+from sglang_uvm_offload.layer_shard import LayerShard
+from sglang_uvm_offload.plugin.rank.lookahead import Lookahead, NextExperts, find_routers, ranked
 
 pytestmark = pytest.mark.sglang
 
@@ -186,3 +191,54 @@ def test_a_router_of_another_shape_is_told_of_once(caplog: pytest.LogCaptureFixt
     (record,) = caplog.records
     assert f"MoE layer 1: no guesses: its router's weight is [{E + 4}, {WIDTH}]" in record.getMessage()
     assert list(Model(Decoder(Block()), Decoder(Block())).lookahead().guesses(0, HIDDEN[:, :4], 3)) == []
+
+
+def next_experts(model: Model, *shards: LayerShard) -> NextExperts:
+    return NextExperts(model, model.moe_layers, [ExpertLayer(EmulatedMemory(), shard) for shard in shards], TOP_K)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", [RMSNorm, GemmaRMSNorm], ids=["scaled", "as it is"])
+def test_slots_guess_by_the_next_router_as_a_trace_does(norm: type[torch.nn.Module]) -> None:
+    model = Model(Decoder(Block()), Decoder(Block(), norm), Decoder(Block()))
+    ahead = next_experts(model, *(LayerShard(layer, E // 2, ep_rank=1, ep_size=2) for layer in range(3)))
+    for _ in range(2):
+        guess = ahead(2, HIDDEN)
+        assert guess is not None
+        assert guess.first_expert == E // 2, "of this rank"
+        assert torch.equal(guess.experts(guess.logits()), by_hand(model, 1, 2, folded=norm is RMSNorm)[:, :TOP_K])
+        model.layers[1].post_attention_layernorm.weight.copy_(torch.rand(WIDTH) + 0.5)  # an update of the weights
+
+
+@torch.no_grad()
+def test_a_graph_that_captured_a_guess_finds_the_ratio_of_the_norms_where_it_was() -> None:
+    ahead = next_experts(Model(Decoder(Block()), Decoder(Block())), LayerShard(0, E), LayerShard(1, E))
+    addresses = set()
+    for _ in range(3):
+        guess = ahead(1, HIDDEN)
+        assert guess is not None
+        guess.logits()
+        addresses.add(ahead._ratios[1].data_ptr())
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shard"),
+    [
+        (HIDDEN.to(torch.int8), LayerShard(1, E)),
+        (HIDDEN[:, 1:], LayerShard(1, E)),
+        (HIDDEN.repeat(22, 1), LayerShard(1, E)),
+        (HIDDEN, LayerShard(1, E - 1)),
+        (HIDDEN, LayerShard(1, E, location=ExpertLocation(np.arange(E)[::-1], range(E)))),
+    ],
+    ids=["quantised", "of another width", "too many tokens", "other experts", "experts at other places"],
+)
+def test_slots_guess_nothing_from_what_the_router_does_not_take(hidden: torch.Tensor, shard: LayerShard) -> None:
+    assert next_experts(Model(Decoder(Block()), Decoder(Block())), LayerShard(0, E), shard)(1, hidden) is None
+
+
+def test_slots_say_which_routers_were_not_found(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(Decoder(Block()), Decoder(Block(gate=Asking(WIDTH, E))))
+    ahead = next_experts(model, LayerShard(3, E), LayerShard(4, E))
+    assert "--expert-offload-prefetch: slots do not look ahead for MoE layers [4]" in caplog.text
+    assert ahead(1, HIDDEN) is None

@@ -170,8 +170,8 @@ def test_the_code_that_computes_a_layer_finds_its_slots(monkeypatch):
     rank = loading.rank
     rank.backend = Emulated()
     slots = SimpleNamespace(at=lambda address: None)
-    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
-    loading._begin_slots(None)
+    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend, guess: slots)
+    loading._begin_slots(None, None)
     assert rank.slots is rank.layer_hooks.slots is slots
     assert rank.seams
     assert all(seam.find is slots.at for seam in rank.seams)

@@ -345,10 +345,10 @@ def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
     assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)
-    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend: slots)
+    monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend, guess: slots)
     loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))
     loading.rank.backend = Emulated()
-    loading._begin_slots(None)
+    loading._begin_slots(None, None)
     assert {each.find for each in seams} == {slots.at}
 
 

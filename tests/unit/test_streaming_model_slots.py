@@ -11,7 +11,7 @@ from builders.managers import LAYERS, E, Rank, config
 
 from sglang_uvm_offload.cpu.slots import CpuSlots
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
-from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS, BlockLists
+from sglang_uvm_offload.memory.slots import MAX_EXPERTS, MAX_POOL_EXPERTS, MAX_TENSORS, BlockLists, Guess
 from sglang_uvm_offload.policy.slot_policy import EMPTY, WHOLE
 from sglang_uvm_offload.routing.counts import ALL_ROWS, IdFormat, Phase
 from sglang_uvm_offload.streaming.model_slots import ModelSlots
@@ -282,3 +282,74 @@ def test_a_layer_that_is_computed_by_other_code_has_none():
     slots.begin_step(1, Phase.DECODE)
     slots.await_brought()
     assert slots.may_bring()
+
+
+class Ahead(CpuSlots):
+    """Notes what it is told of look-ahead, and where it was resolved."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.told = []
+
+    def resolve(self, layer, *arguments):
+        self.told.append(("resolved", layer))
+
+    def look_ahead(self, layer, guess):
+        self.told.append(("ahead", layer, guess.logits()))
+
+    def end_layer(self, layer):
+        self.told.append(("end", layer))
+
+    def gain(self):
+        return "gain"
+
+
+def told_of_a_step(guess, without=lambda layer: None, inputs=("a", "b", "c")):
+    """What slots are told in a step whose layers are computed from ``inputs``."""
+    rank, made = Served(), []
+    slots = ModelSlots(
+        rank.model.layers, lambda *each: made.append(Ahead(rank.model.counters, *each)) or made[0], without, guess=guess
+    )
+    for index, (module, hidden) in enumerate(zip(rank.modules, inputs, strict=True)):
+        slots.begin_layer(hidden)
+        if (found := slots.at(module.w13.data_ptr())) is not None:
+            found.resolve(torch.zeros(1, 1, dtype=torch.int32), BlockLists(torch.zeros(1).int(), torch.zeros(1).int(), BLOCK))
+        slots.end_layer(index)
+    return made[0].told, slots
+
+
+def reading(index, hidden):
+    return Guess(lambda: hidden, lambda logits: logits, 0)
+
+
+def test_the_next_layer_is_looked_ahead_for_once_a_layer_is_resolved_from_its_input():
+    told, slots = told_of_a_step(reading)
+    layers = [[("resolved", 0), ("ahead", 1, "a"), ("end", 0)], [("resolved", 1), ("ahead", 2, "b"), ("end", 1)]]
+    assert told == [*layers[0], *layers[1], ("resolved", 2), ("end", 2)]
+    assert slots.looks_ahead
+    assert slots.gain() == "gain"
+
+
+@pytest.mark.parametrize(
+    ("guess", "without", "inputs"),
+    [
+        (None, lambda layer: None, "abc"),
+        (lambda index, hidden: None, lambda layer: None, "abc"),
+        (reading, lambda layer: "another runner" if layer.index else None, "abc"),
+        (reading, lambda layer: None, (None, None, None)),
+    ],
+    ids=["not asked for", "nothing to guess from", "the next ones have no slots", "inputs that no router sees"],
+)
+def test_nothing_is_looked_ahead_for_otherwise(guess, without, inputs):
+    told, slots = told_of_a_step(guess, without, inputs)
+    assert not [each for each in told if each[0] == "ahead"]
+    assert slots.looks_ahead == (guess is not None)
+
+
+def test_a_guess_that_fails_ends_looking_ahead_with_the_reason_and_nothing_else(caplog):
+    told, slots = told_of_a_step(lambda index, hidden: 1 / 0)
+    assert told[:2] == [("resolved", 0), ("end", 1)], "what it had begun is waited for"
+    assert [each for each in told if each[0] == "resolved"] == [("resolved", layer) for layer in range(LAYERS)]
+    assert "slots look ahead no more: ZeroDivisionError" in caplog.text
+    assert not slots.looks_ahead
+    assert slots.gain() is None

@@ -37,10 +37,12 @@ class Emulated:
     def counters(self, num_layers: int, num_experts: int) -> RoutingCounters:
         return CpuRoutingCounters(num_layers, num_experts)
 
-    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]) -> ExpertSlots:
-        """``slots``: how many each pool of the layers has."""
+    def slots(
+        self, counters: RoutingCounters, ahead: bool, layers: Sequence[SlotLayer | None], slots: Sequence[int]
+    ) -> ExpertSlots:
+        """``slots``: how many each pool of the layers has. ``ahead``: whether to look ahead."""
         assert isinstance(counters, CpuRoutingCounters)
-        return CpuSlots(counters, layers, slots)
+        return CpuSlots(counters, layers, slots, ahead=ahead)
 
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """``count`` stream buffers of ``nbytes``."""
@@ -80,13 +82,15 @@ class Cuda(Emulated):
 
         return CudaRoutingCounters(num_layers, num_experts)
 
-    def slots(self, counters: RoutingCounters, layers: Sequence[SlotLayer | None], slots: Sequence[int]) -> ExpertSlots:
+    def slots(
+        self, counters: RoutingCounters, ahead: bool, layers: Sequence[SlotLayer | None], slots: Sequence[int]
+    ) -> ExpertSlots:
         from sglang_uvm_offload.cuda.counters import CudaRoutingCounters
         from sglang_uvm_offload.cuda.overlap import with_overlap
         from sglang_uvm_offload.cuda.slots import CudaSlots
 
         assert isinstance(counters, CudaRoutingCounters)
-        return with_overlap(CudaSlots(counters, layers, slots))
+        return with_overlap(CudaSlots(counters, layers, slots, ahead=ahead))
 
     def staging(self, memory: Memory, nbytes: int, count: int) -> Staging:
         """Raises ``torch.OutOfMemoryError``."""

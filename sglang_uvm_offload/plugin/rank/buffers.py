@@ -12,6 +12,7 @@ from sglang_uvm_offload.config import OffloadConfig
 from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.memory.protocol import Memory
+from sglang_uvm_offload.memory.slots import Guess
 from sglang_uvm_offload.plugin.rank.backend import Emulated
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.residency.model import ModelExperts
@@ -63,12 +64,16 @@ def stream_status(streamer: Streamer | None) -> StreamStatus | None:
     return StreamStatus(streamer.buffers, streamer.nbytes, streamer.min_tokens, streamer.fault)
 
 
-def make_slots(model: ModelExperts, backend: Emulated) -> ModelSlots | None:
-    """The slots, or None if no layer has any. Call this after the counters are created, and slots are placed."""
+def make_slots(
+    model: ModelExperts, backend: Emulated, guess: Callable[[int, torch.Tensor], Guess | None] | None
+) -> ModelSlots | None:
+    """The slots, or None if no layer has any. Call this after the counters are created, and slots are placed. ``guess``: as
+    ``ModelSlots`` takes it."""
     counters = model.counters
     if counters is None or not any(layer.num_slots or layer.pool or layer.without_pool for layer in model.layers):
         return None
-    slots = ModelSlots(model.layers, functools.partial(backend.slots, counters), lambda layer: _without(layer, backend))
+    make = functools.partial(backend.slots, counters, guess is not None)
+    slots = ModelSlots(model.layers, make, lambda layer: _without(layer, backend), guess)
     for reason in sorted({reason for reason in slots.reasons if reason not in (None, NOT_ASKED)}):
         ids = [layer.layer_id for layer, why in zip(model.layers, slots.reasons, strict=True) if why == reason]
         logger.warning(

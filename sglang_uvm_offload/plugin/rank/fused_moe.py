@@ -153,9 +153,10 @@ class LayerHooks:
 
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
             reading = self._enter(layer)
-            self.observe(layer, dispatch_output, in_place=reading is None)
+            routing = self.observe(layer, dispatch_output, in_place=reading is None)
             if not isinstance(reading, Reading):
-                return apply(layer, dispatch_output, *args, **kwargs)
+                with self._looking_ahead(layer, routing, dispatch_output):
+                    return apply(layer, dispatch_output, *args, **kwargs)
             assert self.streamer is not None
             failed = True
             try:
@@ -191,6 +192,19 @@ class LayerHooks:
             return None
         _, model, index = layer.__dict__[_EXPERTS]
         return None if model.draft else self.streamer.enter(index)
+
+    @contextmanager
+    def _looking_ahead(self, layer: Any, routing: LayerRouting | None, dispatch_output: Any) -> Iterator[None]:
+        if self.slots is None or not self.slots.looks_ahead or layer.__dict__[_EXPERTS][1].draft:
+            yield
+            return
+        index = layer.__dict__[_EXPERTS][2]
+        as_routed = routing is not None and routing.lasting
+        self.slots.begin_layer(getattr(dispatch_output, "hidden_states", None) if as_routed else None)
+        try:
+            yield
+        finally:
+            self.slots.end_layer(index)
 
     def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
         """Count the routing of the layer's next computation, which reads its experts ``in_place`` or streams, and record it if

@@ -21,6 +21,7 @@ from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
 from sglang_uvm_offload.plugin.rank import built_runners, link
 from sglang_uvm_offload.plugin.rank.buffers import make_slots, make_streamer
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
+from sglang_uvm_offload.plugin.rank.lookahead import NextExperts
 from sglang_uvm_offload.plugin.rank.prefill_graphs import limit_prefill_graphs
 from sglang_uvm_offload.plugin.rank.residency import Residency, refuse
 from sglang_uvm_offload.plugin.rank.start_clock import StartPhase
@@ -151,7 +152,7 @@ class LoadingHooks:
                 with self.rank.start.timing(StartPhase.PLACE):
                     self._residency.correct()
                 with self.rank.start.timing(StartPhase.BUFFERS):
-                    self._begin_slots(runner.__dict__[MODEL])
+                    self._begin_slots(runner.__dict__[MODEL], runner.model)
                     self._begin_streams(runner)
             except (FlagError, ManagedMemoryError) as error:
                 enforce.end(f"sglang-uvm-offload: {error}")
@@ -169,8 +170,10 @@ class LoadingHooks:
         if streamer is not None:
             limit_prefill_graphs(streamer.min_tokens)
 
-    def _begin_slots(self, model: ModelExperts) -> None:
-        self.rank.slots = self.rank.layer_hooks.slots = make_slots(model, self.rank.backend)
+    def _begin_slots(self, model: ModelExperts, module: torch.nn.Module) -> None:
+        top_k = self._top_k() if self.rank.config.looks_ahead else None
+        guess = NextExperts(module, _layers(model), model.layers, top_k) if top_k else None
+        self.rank.slots = self.rank.layer_hooks.slots = make_slots(model, self.rank.backend, guess)
         if self.rank.slots is not None:
             for seam in self.rank.seams:
                 seam.find = self.rank.slots.at

@@ -1,7 +1,7 @@
-"""What the routers of the next MoE layers would choose from this layer's input, for a trace. Nothing acts on it.
+"""What the routers of the next MoE layers would choose from this layer's input: for slots that look ahead, and for a trace.
 
-The input of a router is the residual stream, normalised, times the weight of the norm before it. Where both layers' norms are
-found, the input is scaled by the ratio of their weights, as if the later layer's norm had made it.
+The input of a router is the residual stream, normalised, times the weight of the norm before it. Where both
+layers' norms are found, the input is scaled by the ratio of their weights, as if the later layer's norm had made it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.topk import TopKConfig
 
+from sglang_uvm_offload.experts.layer import ExpertLayer
 from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.memory.slots import MAX_GUESSES, Guess
 from sglang_uvm_offload.routing.recorder import Guessing
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,46 @@ class Router:
     norm: RMSNorm | None
     """The norm before it, if it is one whose weight scales its output."""
 
+    def takes(self, hidden: torch.Tensor, num_experts: int) -> bool:
+        """Whether it routes ``hidden[rows, width]`` to so many experts."""
+        return bool(self.gate.weight.shape == (num_experts, hidden.shape[1]))
+
+
+class NextExperts:
+    """Guesses of one model's slots, as ``streaming.model_slots.ModelSlots`` asks for them: as many of each token as it uses."""
+
+    def __init__(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module], experts: Sequence[ExpertLayer], top_k: int):
+        """``layers``: SGLang's MoE layers in ``module``, in the order of a step; ``experts``: theirs."""
+        self._experts, self._top_k = experts, top_k
+        self._routers = find_routers(module, layers)
+        self._ratios: dict[int, torch.Tensor] = {}
+        """Of the norms of layers and those before them: where graphs that captured a guess find them."""
+        if unknown := [at.layer_id for at, router in zip(experts, self._routers, strict=True) if router is None]:
+            flag = flag_name("prefetch")
+            logger.warning("%s: slots do not look ahead for MoE layers %s: their routers were not found", flag, unknown)
+
+    def __call__(self, index: int, hidden: torch.Tensor) -> Guess | None:
+        router, experts = self._routers[index], self._experts[index]
+        if router is None or len(hidden) * self._top_k > MAX_GUESSES or not _is_routed(hidden):
+            return None
+        if not experts.location.is_trivial or not router.takes(hidden, experts.location.num_experts):
+            return None
+        return Guess(
+            lambda: _logits(router.gate, self._scaled(index, hidden)),
+            lambda logits: ranked(logits.float(), router.topk, self._top_k),
+            experts.first_expert,
+        )
+
+    def _scaled(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        norms = norms_between(self._routers, index - 1, index)
+        if norms is None:
+            return hidden
+        if index not in self._ratios:
+            self._ratios[index] = _ratio(norms)
+        elif not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._ratios[index].copy_(_ratio(norms))  # an online update may have changed them
+        return (hidden * self._ratios[index]).to(hidden.dtype)
+
 
 class Lookahead:
     """The guesses of one model's layers."""
@@ -65,36 +107,30 @@ class Lookahead:
         if not any(self._routers[1:]):
             return None
         distances = range(1, DISTANCES + 1)
-        folded = [[self._norms(layer - back, layer) is not None for back in distances] for layer in self._layers]
+        routers = self._routers
+        folded = [[norms_between(routers, layer - back, layer) is not None for back in distances] for layer in self._layers]
         return Guessing(np.array(folded), self._most)
 
     @property
     def _layers(self) -> range:
         return range(len(self._routers))
 
-    def _norms(self, here: int, there: int) -> tuple[RMSNorm, RMSNorm] | None:
-        """Of both layers, if both are found."""
-        mine, other = self._routers[here] if here >= 0 else None, self._routers[there]
-        if mine is None or other is None or mine.norm is None or other.norm is None:
-            return None
-        return mine.norm, other.norm
-
     def guesses(self, layer: int, hidden: torch.Tensor | None, rows: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(layer, distance, experts ``[rows, guesses]``, likeliest first) of the layers after ``layer``, from its input
         ``hidden[rows, width]``; nothing from an input that is none of a router's."""
         if not rows:
             return
-        if hidden is None or len(hidden) < rows or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if hidden is None or len(hidden) < rows or not _is_routed(hidden):
             self._cannot(layer, "its input is not there as its router has it")
             return
         for there in self._layers[layer + 1 : layer + 1 + DISTANCES]:
             router = self._routers[there]
             if router is None:
                 continue
-            if router.gate.weight.shape != (self._num_experts, hidden.shape[1]):
+            if not router.takes(hidden, self._num_experts):
                 self._cannot(there, f"its router's weight is {list(router.gate.weight.shape)}")
                 continue
-            logits = _logits(router.gate, _scaled(hidden[:rows], self._norms(layer, there)))
+            logits = _logits(router.gate, _scaled(hidden[:rows], norms_between(self._routers, layer, there)))
             yield there, there - layer, ranked(logits.float(), router.topk, self._most)
 
     def _cannot(self, layer: int, why: str) -> None:
@@ -125,6 +161,11 @@ def _router_in(block: torch.nn.Module, decoder: torch.nn.Module) -> Router | Non
     return Router(gate, config, norm if type(norm) is RMSNorm and norm.has_weight else None)
 
 
+def _is_routed(hidden: torch.Tensor) -> bool:
+    """Whether it may be as a router has it: it may have been quantised since."""
+    return hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
 def _is_linear(gate: Any) -> bool:
     """Whether it has one matrix, and needs nothing but the hidden states."""
     if not isinstance(getattr(gate, "weight", None), torch.Tensor) or gate.weight.dim() != 2:
@@ -133,12 +174,23 @@ def _is_linear(gate: Any) -> bool:
     return all(other.default is not other.empty or other.kind is other.VAR_KEYWORD for other in others)
 
 
+def norms_between(routers: Sequence[Router | None], here: int, there: int) -> tuple[RMSNorm, RMSNorm] | None:
+    """Of both layers, if both are found."""
+    mine, other = routers[here] if here >= 0 else None, routers[there]
+    if mine is None or other is None or mine.norm is None or other.norm is None:
+        return None
+    return mine.norm, other.norm
+
+
 def _scaled(hidden: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> torch.Tensor:
     """The weights are read anew, for an online update changes them."""
-    if norms is None:
-        return hidden
+    return hidden if norms is None else (hidden * _ratio(norms)).to(hidden.dtype)
+
+
+def _ratio(norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
+    """float32 ``[width]``."""
     here, there = (norm.weight.float() for norm in norms)
-    return (hidden * (there / here).nan_to_num(0, 0, 0)).to(hidden.dtype)
+    return (there / here).nan_to_num(0, 0, 0)
 
 
 def _logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:

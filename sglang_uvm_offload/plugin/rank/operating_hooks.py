@@ -20,7 +20,14 @@ from sglang_uvm_offload.plugin.rank.host_memory import make_room
 from sglang_uvm_offload.plugin.rank.savers import profile_saver, stats_saver
 from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
 from sglang_uvm_offload.plugin.rank.vram_limits import bound_torch, take_indexer_budget
-from sglang_uvm_offload.residency.status import RankStatus, SaveStatus, described, rank_status, residency_table
+from sglang_uvm_offload.residency.status import (
+    LookaheadStatus,
+    RankStatus,
+    SaveStatus,
+    described,
+    rank_status,
+    residency_table,
+)
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.operate.metrics import Metrics
@@ -123,8 +130,10 @@ class OperatingHooks:
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
         replica = get_parallel().dp_rank or 0
         own = rank_status(self.rank.manager)
+        gain = None if self.rank.slots is None else self.rank.slots.gain()
         found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
-        return msgspec.structs.replace(own, **found, lookup_table_bytes=self.rank.tables.nbytes)
+        ahead = None if gain is None else LookaheadStatus(*gain)
+        return msgspec.structs.replace(own, **found, lookahead=ahead, lookup_table_bytes=self.rank.tables.nbytes)
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
