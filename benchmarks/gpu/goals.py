@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu.rows import PartRows, Row, best, find, one, show
@@ -118,6 +119,12 @@ def overlapping(rows: PartRows) -> Ratio | None:
     """Where the most miss."""
     found = find(rows.get("overlap", ()), "overlap", way="beside")
     return compared(found[-1], one(rows, "overlap", "overlap", way="before", misses=found[-1]["misses"])) if found else None
+
+
+def looking_ahead(rows: PartRows, way: str) -> Ratio | None:
+    """Where the fewest miss: there the link is idle."""
+    found = find(rows.get("ahead", ()), "ahead", way=way)
+    return compared(found[0], one(rows, "ahead", "ahead", way="none", misses=found[0]["misses"])) if found else None
 
 
 FEWEST_FILLS = 4
@@ -259,6 +266,8 @@ GOALS: dict[str, tuple[Goal, ...]] = {
             1,
             overlapping,
         ),
+        Goal("a step with right guesses over one without (fewest misses)", "<=", 0.9, partial(looking_ahead, way="right")),
+        Goal("a step with wrong guesses over one without (fewest misses)", "<=", 1.01, partial(looking_ahead, way="wrong")),
         Goal("fills of 4 and more experts over a copy of them (worst)", ">=", 0.9, filling),
         Goal("read rate of slots over that of plain VRAM (worst)", ">=", 0.9, slots_in_vram),
     ),

@@ -70,6 +70,15 @@ SLOTS = Section(
         Part("resolve", "slots_parts", 24, 70, 0.1, 1, "whether a layer can afford to resolve its slots: microseconds"),
         Part("fill", "slots_parts", 40, 90, 1.8, 2, "whether one kernel may both decide and copy: rates and bytes by size"),
         Part("overlap", "slots_parts", 8, 40, 0.5, 1, "whether misses cost less where a GEMM runs beside their second part"),
+        Part(
+            "ahead",
+            "slots_parts",
+            8,
+            40,
+            0.8,
+            1,
+            "whether looking ahead makes a step faster, and a wrong guess slower",
+        ),
         Part("bring", "slots_parts", 20, 60, 0.4, 0.4, "how fast a layer comes into slots beside another kernel, and its cost"),
     ),
 )

@@ -18,7 +18,7 @@ from sglang_uvm_offload.cuda.slots import CudaSlots
 from sglang_uvm_offload.cuda.staging import CudaStaging
 from sglang_uvm_offload.experts.pool import ExpertPool
 from sglang_uvm_offload.memory.protocol import ManagedRange
-from sglang_uvm_offload.memory.slots import MAX_ALIGNED, NO_TENSORS, BlockLists, SlotLayer
+from sglang_uvm_offload.memory.slots import MAX_ALIGNED, NO_TENSORS, BlockLists, Guess, SlotLayer
 from sglang_uvm_offload.memory.slots import Rows as TensorRows
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS, Part
 from sglang_uvm_offload.policy.slot_policy import WHOLE
@@ -374,6 +374,112 @@ def overlap(rows: Rows) -> None:
             rows.put("overlap", "ms", [once() for _ in range(rows.pick(24, 3))][2:], way=way, misses=misses)
 
 
+# ---- ahead of routing ----
+
+
+class Ahead:
+    """A step of layers with experts of 3 and 1.5 MiB, all offloaded, and kernels in place of the rest of each layer: two that
+    read the rows of its experts as its list has them, and one as long as attention may take."""
+
+    EXPERTS, USED, SLOTS, SIZES = 16, 4, 72, (3072, 1536)
+
+    def __init__(self, memory: CudaMemory, small: bool):
+        self.layers = 3 if small else 6
+        sizes = [(64 if small else kib) * KIB for kib in self.SIZES]
+        self._pool = pool = ExpertPool(memory, self.layers, self.EXPERTS, sizes, self.SLOTS)
+        self._counters = CudaRoutingCounters(self.layers, self.EXPERTS)
+        self._rows, served = list[list[torch.Tensor]](), list[SlotLayer]()
+        for layer in range(self.layers):
+            homes = [pool.vacant_home(layer, nbytes) for nbytes in sizes]
+            for home in homes:
+                assert home is not None
+                home.place(np.zeros(home.layout.num_extents, dtype=bool))
+            tensors = [TensorRows(home.address, nbytes) for home, nbytes in zip(homes, sizes, strict=True) if home is not None]
+            served.append(SlotLayer(tensors, self.EXPERTS, 0, pool.first_slot(layer)))
+            self._rows.append([pool.rows_from(home) for home in homes if home is not None])
+        pool.place_slots(self.SLOTS)
+        for layer, tensors_of in enumerate(self._rows):
+            for expert in range(self.EXPERTS):
+                for rows in tensors_of:
+                    rows[expert].copy_(torch.full((rows.shape[1],), self._value(layer, expert), dtype=torch.uint8))
+        self.slots = CudaSlots(self._counters, served, [self.SLOTS], ahead=True)
+        self.slots.set_share(np.full((self.layers, self.EXPERTS), WHOLE, dtype=np.uint8))
+        self._later = [frozenset([layer.rows[1].address]) for layer in served]
+        self._source = torch.zeros((1 if small else 96) * MIB, dtype=torch.uint8, device="cuda")
+        self._target = torch.zeros_like(self._source)
+        self._seen = [[torch.zeros_like(rows[: self.USED]) for rows in each] for each in self._rows]
+
+    @classmethod
+    def _value(cls, layer: int, expert: int) -> int:
+        return 1 + layer * cls.EXPERTS + expert
+
+    def graph(self, misses: int, guessed: int | None) -> Callable[[], float]:
+        """Milliseconds of a captured step in which each layer misses so many experts, the last ones that it uses. ``guessed``:
+        the first of as many that are guessed for each layer; None: nothing is looked ahead for."""
+        self._ids = torch.zeros(1, self.USED, dtype=torch.int32, device="cuda")
+        blocks = torch.zeros(self.layers, self.USED, dtype=torch.int32, device="cuda")
+        padded = torch.tensor([self.USED * BLOCK_M], dtype=torch.int32).cuda()
+        guess = torch.arange(guessed or 0, (guessed or 0) + misses, dtype=torch.int32).view(1, misses).cuda()
+        self._counters.begin_step(0, Phase.DECODE)
+
+        def forward() -> None:
+            for layer, (rows, seen) in enumerate(zip(self._rows, self._seen, strict=True)):
+                blocks[layer].copy_(self._ids[0])
+                self.slots.resolve(layer, self._ids, BlockLists(blocks[layer], padded, BLOCK_M), self._later[layer])
+                if guessed is not None and layer + 1 < self.layers:
+                    self.slots.look_ahead(layer + 1, Guess(lambda: guess, lambda logits: logits, 0))
+                torch.index_select(rows[0], 0, blocks[layer], out=seen[0])
+                self.slots.await_fills()
+                torch.index_select(rows[1], 0, blocks[layer], out=seen[1])
+                self.slots.end_layer(layer)
+                torch.add(self._source, 1, out=self._target)
+
+        graph = capture(forward)
+
+        def once() -> float:
+            self.slots.reset()
+            for first in (0, misses):  # the first step fills what the second one hits
+                self._first = first
+                self._ids[0].copy_(torch.arange(first, first + self.USED, dtype=torch.int32))
+                self._counters.begin_step(1, Phase.DECODE)
+                self.slots.begin_step()
+                ms = elapsed_ms(graph.replay)
+            return ms
+
+        return once
+
+    def wrong(self) -> int:
+        """Of the experts that the last step read, those with other bytes."""
+        if not computes():
+            return 0
+        pairs = [(layer, rows, i) for layer, seen in enumerate(self._seen) for rows in seen for i in range(self.USED)]
+        return sum(bool((rows[i] != self._value(layer, self._first + i)).any()) for layer, rows, i in pairs)
+
+
+def ahead(rows: Rows) -> None:
+    """Steps whose layers miss some experts: without guesses, with right and with wrong ones, and the bytes that they read."""
+    step = Ahead(CudaMemory(), rows.small)
+    wrong = done = 0
+    for misses in (1, 2)[: rows.pick(2, 1)]:
+        for way, guessed in (("none", None), ("right", Ahead.USED), ("wrong", 2 * Ahead.USED)):
+            if rows.late():
+                return
+            once, times, before = step.graph(misses, guessed), [], step.slots.gain()
+            for _ in range(rows.pick(24, 3)):
+                times.append(once())
+                wrong, done = wrong + step.wrong(), done + 2 * step.layers * Ahead.USED
+            after = step.slots.gain()
+            assert before is not None
+            assert after is not None
+            new = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
+            rows.put(
+                "ahead", "ms", times[2:], way=way, misses=misses, **{f"ahead_{name}": count for name, count in new.items()}
+            )
+    rows.put("ahead_wrong", "rows", [wrong], done=done)
+    if wrong:
+        raise AssertionError(f"{wrong} of {done} rows had other bytes than their experts")
+
+
 # ---- whole layers ----
 
 
@@ -429,7 +535,7 @@ def brought_rates(filled: Filled, times: list[float]) -> list[float]:
     return [gb_per_s(filled.experts * filled.nbytes, ms) for ms in times]
 
 
-PARTS = {each.__name__: each for each in (resolve, fill, overlap, bring)}
+PARTS = {each.__name__: each for each in (resolve, fill, overlap, ahead, bring)}
 
 if __name__ == "__main__":
     if STAND_IN:

@@ -107,7 +107,7 @@ def test_a_part_runs_alone_and_the_section_goes_on_from_it(session, tmp_path):
     assert "NOT complete: resolve done" in alone.stdout
     whole = session.run("slots", "--out", str(tmp_path))
     assert whole.returncode == 0
-    assert states() == {"resolve": "done", "fill": "done", "overlap": "done", "bring": "done"}
+    assert states() == {"resolve": "done", "fill": "done", "overlap": "done", "ahead": "done", "bring": "done"}
     assert "-- resolve" not in whole.stdout
 
 
@@ -693,7 +693,11 @@ def test_parts_of_a_section_that_are_named_one_by_one_run_in_one_go(modules, mon
     ran = []
     monkeypatch.setattr(session, "run_section", lambda section, names, *_: ran.append((section.name, names)))
     assert session.main(["ops:contract", "runners:marlin", "ops:moves", "slots"]) == 0
-    assert ran == [("ops", {"contract", "moves"}), ("runners", {"marlin"}), ("slots", {"resolve", "fill", "overlap", "bring"})]
+    assert ran == [
+        ("ops", {"contract", "moves"}),
+        ("runners", {"marlin"}),
+        ("slots", {"resolve", "fill", "overlap", "ahead", "bring"}),
+    ]
 
 
 def test_a_program_that_hangs_or_fails_is_named(modules):
@@ -867,6 +871,10 @@ def test_a_step_in_place_is_judged_by_its_missed_bytes_and_the_links_rate(module
 
 
 ALIGNING = [(1, "SGLang", 4.0), (1, "slots", 3.0), (8, "SGLang", 5.0), (8, "SGLang, then slots", 9.0), (8, "slots", 6.0)]
+AHEAD = [
+    *((1, "none", 4.0), (1, "right", 3.0), (1, "wrong", 5.0)),
+    *((2, "none", 8.0), (2, "right", 5.0), (2, "wrong", 8.0)),
+]
 OVERLAPPING = [(0, "before", 1.0), (0, "beside", 1.1), (4, "before", 2.0), (4, "beside", 1.6)]
 
 
@@ -880,11 +888,13 @@ def test_the_worst_of_the_slots_costs_and_rates_decides(modules):
         return [row("fill", [rate], way=ways[name], fills=count, expert_mib=3.0) for name, rate in rates.items()]
 
     found = [*fills(1, slots=10.0, kernel=50.0), *fills(8, slots=46.0, kernel=50.0)]
-    assert judged(modules, "slots", 3, {"fill": found})["ratio"] == pytest.approx(0.92), "of several fills"
-    assert judged(modules, "slots", 3, {"fill": found[:2]})["ratio"] is None
+    assert judged(modules, "slots", 5, {"fill": found})["ratio"] == pytest.approx(0.92), "of several fills"
+    assert judged(modules, "slots", 5, {"fill": found[:2]})["ratio"] is None
     reads = [row("slot_read", [rate], what=what, expert_mib=3.0) for what, rate in (("slots", 50.0), ("plain VRAM", 3000.0))]
-    assert judged(modules, "slots", 4, {"fill": reads})["met"] is False, "such slots are in host RAM"
+    assert judged(modules, "slots", 6, {"fill": reads})["met"] is False, "such slots are in host RAM"
     aligned = [row("align", [us], slots=64, batch=batch, way=way) for batch, way, us in ALIGNING]
     assert judged(modules, "slots", 1, {"resolve": aligned})["ratio"] == pytest.approx(1.2), "at batch 8"
     steps = [row("overlap", [ms], misses=misses, way=way) for misses, way, ms in OVERLAPPING]
     assert judged(modules, "slots", 2, {"overlap": steps})["ratio"] == pytest.approx(0.8), "where most miss"
+    steps = [row("ahead", [ms], misses=misses, way=way) for misses, way, ms in AHEAD]
+    assert [judged(modules, "slots", nth, {"ahead": steps})["ratio"] for nth in (3, 4)] == [0.75, 1.25], "where the fewest miss"
