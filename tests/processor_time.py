@@ -20,9 +20,10 @@ from typing import Any
 
 import pytest
 
-CEILINGS = {"unit": 400, "compiled": 600, "engine": 2000}
+CEILINGS = {"unit": 450, "compiled": 750, "engine": 2000}
 """Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``: half as much again as
-they took, or more, because runs differ by more than the loop shows."""
+they took, or more, because runs differ by more than the loop shows: the same tests took 1.4 times as long there on another
+day."""
 LOOP_SECONDS = 0.0031
 LOOP_PASSES = 30_000
 LOOP_PAGES_BYTES = 2 << 20
