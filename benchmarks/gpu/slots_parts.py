@@ -339,6 +339,7 @@ class Overlapped:
         """Milliseconds of a captured step of ``used`` experts, of which so many miss."""
         ids = torch.zeros(1, used, dtype=torch.int32, device="cuda")
         blocks, padded = torch.zeros(used, dtype=torch.int32, device="cuda"), torch.tensor([used * BLOCK_M]).int().cuda()
+        self._captured = blocks, padded  # the graph keeps no tensor
         self._counters.begin_step(0, Phase.DECODE)
 
         def forward() -> None:
@@ -420,6 +421,7 @@ class Ahead:
         blocks = torch.zeros(self.layers, self.USED, dtype=torch.int32, device="cuda")
         padded = torch.tensor([self.USED * BLOCK_M], dtype=torch.int32).cuda()
         guess = torch.arange(guessed or 0, (guessed or 0) + misses, dtype=torch.int32).view(1, misses).cuda()
+        self._captured = blocks, padded, guess  # the graph keeps no tensor
         self._counters.begin_step(0, Phase.DECODE)
 
         def forward() -> None:
