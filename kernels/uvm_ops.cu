@@ -113,7 +113,8 @@ struct uvm_ahead {
     int rows;                   // ahead_rows
     int first;                  // the slot of the first one
     unsigned* resolved;         // [1] the step for which the layer was resolved last
-    int* came;                  // [ahead_rows + ahead_blocks] as of that: what it uses of what came (slot_came)
+    int* came;                  // [ahead_rows + ahead_blocks] as of that: the expert that it uses of each row, plus
+                                // one, 0: none; and the units that each block had copied
     unsigned long long* words;  // [ahead_words] of all layers that take turns (ahead_word)
     unsigned long long* gain;   // [gain_kinds] of the model
 };

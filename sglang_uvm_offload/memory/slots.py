@@ -24,7 +24,8 @@ MAX_REQUESTS = 256
 MAX_ALIGNED = 64
 """The most ids that ``ExpertSlots.resolve`` aligns."""
 AHEAD_ROWS = 2
-"""The most experts of a layer that come ahead of its routing: more than the link brings while a layer computes."""
+"""The most experts of a layer that come ahead of its routing. More cannot come while a layer computes if one takes half as long
+(benchmarks/results/lookahead/steps.md)."""
 MAX_GUESSES = 256
 """The most ids of a ``Guess``."""
 

@@ -113,6 +113,20 @@ def test_link_time_is_at_the_measured_rate_or_an_assumed_one():
     assert "at an assumed 55 GB/s" in said
 
 
+@pytest.mark.parametrize(
+    ("ahead", "told"),
+    [
+        ((40, 25, 10), "25 % of 40 misses came ahead; 40 % of what came ahead was used"),
+        ((40, 0, 0), "nothing came ahead of 40 misses"),
+        ((0, 5, 0), "0 % of 0 misses came ahead; 0 % of what came ahead was used"),
+    ],
+)
+def test_what_came_ahead_is_among_the_facts(ahead, told):
+    status = Rank(config()).status() | {"lookahead": dict(zip(("misses", "brought", "right"), ahead, strict=True))}
+    assert f"look-ahead {told}" in page(status)
+    assert "look-ahead" not in page(status | {"lookahead": None})
+
+
 def test_slots_a_profile_and_a_trace_are_among_the_facts():
     slots = {"a_layer": 5, "nbytes": 1, "missing": None, "hits": 6, "fills": 3, "bypasses": 1, "filled_bytes": 9, "brought": 7}
     profile = {"hit_rate": 0.333, "best": 0.95, "tokens": 40, "kept": False}
