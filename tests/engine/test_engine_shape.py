@@ -213,6 +213,20 @@ def test_a_launch_holds_what_its_arguments_make_of_the_model(checkpoints: Checkp
     assert "Unknown quantization method: nothing" in nothing
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_experts_of_four_bits_take_four_bits_without_a_gpu(method: str, tmp_path: Path) -> None:
+    """SGLang computes these by Marlin, which it takes for CUDA alone: elsewhere AWQ leaves experts in 16 bits, and GPTQ is no
+    method."""
+    stated = {"awq": {"zero_point": True, "version": "gemm"}, "gptq": {"sym": True, "desc_act": False}}[method]
+    config = read_config(config_folder("Qwen/Qwen3-30B-A3B"))
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128, **stated}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = shape_of(tmp_path)
+    assert shape.quantization == f"{method}_marlin"
+    bits = 4 + (16 + 4) / 128  # a group's scale and zero point
+    assert shape.expert_bytes == pytest.approx(48 * 128 * 3 * 2048 * 768 * bits / 8, rel=0.01)
+
+
 @pytest.mark.nightly
 def test_a_method_that_the_files_state_changes_nothing_and_another_is_sglangs_error() -> None:
     packed = config_folder("nvidia/Qwen3-235B-A22B-NVFP4")

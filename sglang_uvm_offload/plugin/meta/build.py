@@ -23,7 +23,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.bootstrap import init_parallel_runtime
 from sglang.srt.layers import quantization
 from sglang.srt.layers.moe.utils import initialize_moe_config
-from sglang.srt.layers.quantization import modelopt_quant
+from sglang.srt.layers.quantization import marlin_utils, modelopt_quant
+from sglang.srt.layers.quantization.awq import awq
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.rotary_embedding import factory
@@ -119,6 +120,9 @@ def _see_no_machine() -> None:
     vars(torch.cuda).update(answers)
     current_platform.get_device = lambda *_: "cpu"
     modelopt_quant.get_platform = lambda: types.SimpleNamespace(is_blackwell=True)
+    # AWQ's and GPTQ's Marlin forms need CUDA. Without it AWQ would leave experts unquantised, and GPTQ would be unknown.
+    vars(awq)["_is_cuda"] = True
+    marlin_utils.get_device_capability = answers["get_device_capability"]
     quantization.QUANTIZATION_METHODS.setdefault("mxfp4", Mxfp4Config)  # SGLang registers it for CUDA only
 
 
