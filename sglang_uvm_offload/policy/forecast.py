@@ -1,5 +1,8 @@
 """Forecasts each expert's activations from its past ones. Pure: arrays in, arrays out.
 
+Tried without a gain on all traces: several horizons at once, weights that depend on how hot an expert is, weights for each
+layer, eligibility traces, and other time constants.
+
 Arrays are ``[layers, experts]`` unless stated.
 """
 

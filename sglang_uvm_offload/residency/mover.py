@@ -1,4 +1,5 @@
-"""Moving extents between VRAM and host RAM, alongside the steps. A fault ends moving; serving goes on."""
+"""Moving extents between VRAM and host RAM, alongside the steps, on a thread of its own: the driver's calls hold their caller
+for much of a move. A fault ends moving; serving goes on."""
 
 from __future__ import annotations
 
@@ -152,7 +153,9 @@ class Mover:
 
     def sleep(self, layers: Sequence[ExpertLayer]) -> None:
         """Move all experts and slots of ``layers`` out of VRAM, at the addresses that captured graphs have. Host RAM holds all
-        of them meanwhile; where it has no room, they stay in VRAM. Call it while no step and no move is under way."""
+        of them meanwhile; where it has no room, they stay in VRAM. Call it while no step and no move is under way. SGLang's
+        saver would not do it: torch_memory_saver maps other physical memory behind plain allocations, and sees no managed
+        ones."""
         if self._awake is not None:
             return
         self._awake = [(layer, layer.resident_extents()) for layer in layers]

@@ -2,8 +2,19 @@
 and residents that prefer the GPU. It ends, all bytes are right, and the log names the cure.
 
 A prefill hangs there if something waits for VRAM while it holds what others wait for. Nothing in the plugin waits for VRAM:
-what needs some finds it, has the driver evict for it, or fails. expert_offload_plan.md lists the waits that there are, and what
-ends each. The naive variants below wait for VRAM, and hang."""
+what needs some finds it, has the driver evict for it, or fails. These waits there are, and each ends:
+
+- The thread that launches steps waits for counts of earlier steps and for the rank that decides. It waits for moves only as the
+  server becomes ready, before an update of the weights and before it sleeps, ten minutes at most.
+- A move gives VRAM up before it takes any, looks once whether more is free, and waits for its own prefetches alone, on a stream
+  that waits for no other.
+- A read that faults waits for the driver, which evicts the block that was populated longest ago, and keeps what it freed for that
+  read (``block_alloc_gpu_chunk`` of uvm_va_block.c): no other fault takes it away. ``cudaMalloc`` and prefetches get theirs the
+  same way. No eviction waits for a kernel: one that runs faults when it reads the block next.
+- Blocks of the slots' kernel wait for the one that decides, which is running by then and needs plain VRAM alone for it.
+
+Where no managed block is left to evict, ``cudaMalloc`` and prefetches fail, and a fault ends the process with a CUDA error. The
+naive variants below wait for VRAM, and hang."""
 
 from __future__ import annotations
 
