@@ -1,9 +1,10 @@
 """The table of what is served and what is refused, made of what became of the tests: ``python -m benchmarks.support`` after
-``scripts/support.sh`` has run them. It writes docs/support.md."""
+``scripts/support.sh`` has run them. It writes docs/support.md, and the full table beside the record of the results."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "support"
 TESTS, GPU, VERSIONS = RESULTS / "support.json", RESULTS / "gpu.json", RESULTS / "versions.json"
 PAGE = ROOT / "docs" / "support.md"
+FULL = RESULTS / "support.md"
 
 GROUPS = ("Launch", "Requests", "Speculation", "Architecture", "Format", "Parallel", "Live change")
 REASON = 300
@@ -21,32 +23,42 @@ REASON = 300
 SGLANG_FAILS = "SGLang fails"
 STATUS = {"works": "works", "refused": "refused", "sglang_fails": SGLANG_FAILS}
 """Of a row whose tests have passed, by their marker."""
+STATUSES = (*STATUS.values(), "not tried", "broken")
 STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
+SHORT = {SERVED: "Server on a CPU", STANDIN: "Stand-in driver", NO_SERVER: "No server"}
+"""What shows that something works, the strongest first, and the page's word for it."""
 LAUNCHED = "test_architecture_launches.py"
 """The tests by which ``doctor`` judges a launch of each architecture."""
 
-HEAD = """# What is served, and what is refused
+HEAD = """# What is supported
 
-Generated from the test suite: `scripts/support.sh` runs it, and `python -m benchmarks.support` makes this page. A row
-*works* if every test named in it has passed, with the tokens and log-probabilities of the same server without offloading
-wherever a server answers; it is *refused* if a test has seen the launch end before anything loads, with that reason; it is
-*broken* if a test failed. Where *SGLang fails*, a test has seen that this SGLang cannot do it without this plugin either, with
-that error; these rows are counted apart.
+The test suite makes this page: `scripts/support.sh` runs it, and `python -m benchmarks.support` writes what was found. [The
+full table](../benchmarks/results/support/support.md) names the tests behind each row.
 
-*Served on a CPU*: a real SGLang server or engine over emulated unified memory. *Stand-in driver*: SGLang's GPU code with its
-graphs over a driver that computes nothing and notes every call.
-*SGLang's code, no server*: its own layers, loaders, kernels in an interpreter, or argument checks; an architecture is built so,
-small, and all of its experts are in managed memory, to the byte. *A launch* of it, with `auto` and with a number, is judged
-by `doctor` over the stand-in driver.
+- **Works**: every test of it has passed. Where a server answers, its tokens and log-probabilities are those of the same
+  server without offloading.
+- **Refused**: a test has seen the launch end with this reason before anything loads.
+- **SGLang fails**: SGLang cannot do it without this plugin either. These rows are counted apart.
+
+What works was shown by one of three: a *server on a CPU* (a real SGLang server or engine over emulated unified memory), the
+*stand-in driver* (SGLang's GPU code with its graphs, over a driver that computes nothing and notes every call), or *no
+server* (SGLang's own layers, loaders, kernels in an interpreter, or argument checks). An architecture without a server is
+built small, with all of its experts in managed memory, to the byte.
+"""
+
+FULL_HEAD = """# What is supported: all rows
+
+`python -m benchmarks.support` makes this table; [docs/support.md](../../../docs/support.md) sums it up and explains its
+words. *A launch* of an architecture, with `auto` and with a number, is judged by `doctor` over the stand-in driver.
 """
 
 VERSIONS_HEAD = """The rows above are of the versions named at the top. `scripts/try_sglang.sh VERSION` runs the tests that
-start SGLang with another one, in an environment of its own. What they skip, and why, is below the table."""
+start SGLang with another one, in an environment of its own. The full table names what they skip."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that users have in their launch. ``status``: one of ``STATUS``, not tried or broken."""
+    """One thing that users have in their launch. ``status``: one of ``STATUSES``."""
 
     group: str
     what: str
@@ -94,21 +106,88 @@ def shown_with(test: str) -> str:
 
 def page(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, Any]] = ()) -> str:
     """docs/support.md."""
-    made_by = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
-    head = f"By {'; '.join(made_by)}. {summary_line(rows)}"
-    parts = [HEAD, head, _on_a_gpu(rows)]
+    parts = [HEAD, f"{_made_by(record)} {summary_line(rows)}", "\n".join(_counts(rows)), _on_a_gpu(rows), "## What works"]
+    parts += [_names(group, rows) for group in GROUPS]
+    parts += ["## What is refused or fails", "\n".join(_not_working(rows))]
+    if versions:
+        parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions))]
+    return _joined(parts)
+
+
+def full(record: dict[str, Any], rows: list[Row], versions: Sequence[dict[str, Any]] = ()) -> str:
+    """The table of all rows, and what other versions skip."""
+    parts = [FULL_HEAD, _made_by(record)]
     for group in GROUPS:
         mine = [row for row in rows if row.group == group]
         if mine:
             parts += [f"## {group}", "\n".join(_lines(mine, launches=group == "Architecture"))]
-    if versions:
-        parts += ["## SGLang versions", VERSIONS_HEAD, "\n".join(_versions(versions)), *_skipped(versions)]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return _joined([*parts, *_skipped(versions)])
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _made_by(record: dict[str, Any]) -> str:
+    made_by = sorted({f"SGLang {row['sglang']}, torch {row['torch']}, Python {row['python']}" for row in record["rows"]})
+    return f"With {'; '.join(made_by)}."
 
 
 def _on_a_gpu(rows: Iterable[Row]) -> str:
     seen = [f"{row.what} ([log](../{row.gpu}))" for row in rows if row.gpu is not None]
     return f"On a GPU: {'; '.join(seen)}. No other row has a log of a GPU yet." if seen else "No row has a log of a GPU yet."
+
+
+def _counts(rows: Iterable[Row]) -> Iterable[str]:
+    """By group, and by the strongest of what has shown it."""
+    columns = [*SHORT.values(), *(status for status in STATUSES if status != "works")]
+    counts = Counter((row.group, _shown(row) if row.status == "works" else row.status) for row in rows)
+    used = [column for column in columns if any(counts[group, column] for group in GROUPS)]
+    yield f"| | {' | '.join(f'works: {each}' if each in SHORT.values() else each for each in used)} |"
+    yield f"| --- {'| --- ' * len(used)}|"
+    for group in GROUPS:
+        if any(counts[group, column] for column in used):
+            yield f"| {group} | {' | '.join(str(counts[group, column]) for column in used)} |"
+
+
+def _shown(row: Row) -> str:
+    return next(short for evidence, short in SHORT.items() if evidence in row.evidence)
+
+
+def _names(group: str, rows: Iterable[Row]) -> str:
+    """What works, by the strongest of what has shown it."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.group == group and row.status == "works":
+            names.setdefault(_shown(row), []).append(row.what)
+    lists = [f"*{short}:* {'; '.join(_compact(names[short]))}." for short in SHORT.values() if short in names]
+    return "\n\n".join([f"### {group}", *lists]) if lists else ""
+
+
+def _compact(names: Iterable[str]) -> list[str]:
+    """Names that differ in their last parentheses alone as one, and flags as code."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        head, among, tail = name.removesuffix(")").rpartition(" (") if name.endswith(")") else (name, "", "")
+        found.setdefault(head, []).extend([tail] if among else [])
+    joined = [f"{head} ({', '.join(tails)})" if tails else head for head, tails in found.items()]
+    return [_code(name) for name in joined]
+
+
+def _code(name: str) -> str:
+    return re.sub(r"(?<![\w-])(--\w[\w-]*|SGLANG_[\w=]+)", r"`\1`", name)
+
+
+def _not_working(rows: Iterable[Row]) -> Iterable[str]:
+    """By reason, because several rows may share one."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.status != "works":
+            names.setdefault((row.group, row.status, row.reason.removeprefix(f"{row.what}: ")), []).append(row.what)
+    yield "| | what | |"
+    yield "| --- | --- | --- |"
+    for (group, status, reason), what in names.items():
+        yield f"| {group} | {', '.join(map(_code, what))} | {status}{f': {_cell(reason)}' if reason else ''} |"
 
 
 def _lines(rows: list[Row], launches: bool = False) -> Iterable[str]:
@@ -117,10 +196,8 @@ def _lines(rows: list[Row], launches: bool = False) -> Iterable[str]:
     yield f"| | | {' | '.join(columns)} |"
     yield f"| --- | --- {'| --- ' * len(columns)}|"
     for row in rows:
-        names = ", ".join(f"[{test.rpartition('::')[2]}](../{test.partition('::')[0]})" for test in row.tests)
+        names = ", ".join(f"[{test.rpartition('::')[2]}](../../../{test.partition('::')[0]})" for test in row.tests)
         status = f"{row.status}: {_cell(row.reason)}" if row.reason else row.status
-        if row.status == "works" and row.evidence == NO_SERVER:
-            status = "works, without a server"
         judged = " judged |" if any(LAUNCHED in test for test in row.tests) else " |"
         yield f"| {row.what} | {status} |{judged if launches else ''} {names} | {row.evidence} |"
 
@@ -160,16 +237,17 @@ def summary_line(rows: list[Row]) -> str:
     return f"{counts['works']} of {possible} rows work ({share:.0f}%){seen}; {named or 'none is refused'}.{beside}"
 
 
-def committed() -> tuple[str, list[Row]]:
-    """The page of the committed results, and its rows."""
-    record = json.loads(TESTS.read_text())
+def committed() -> tuple[str, str, list[Row]]:
+    """The page and the full table of the committed results, and their rows."""
+    record, versions = json.loads(TESTS.read_text()), json.loads(VERSIONS.read_text())
     rows = table(record["rows"], json.loads(GPU.read_text()))
-    return page(record, rows, json.loads(VERSIONS.read_text())), rows
+    return page(record, rows, versions), full(record, rows, versions), rows
 
 
 def main() -> None:
-    made, rows = committed()
+    made, table_of_all, rows = committed()
     PAGE.write_text(made)
+    FULL.write_text(table_of_all)
     print(summary_line(rows))
 
 

@@ -14,6 +14,8 @@ from support_marks import ROOT, record, rows, skip_newer, unrecorded
 from benchmarks import support as table_of
 from scripts.harness.patience import patience
 
+RECORD = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
+
 
 def result(what: str = "TP 2", kind: str = "works", outcome: str = "passed", test: str = "engine/t.py::a", **more: str) -> dict:
     return {
@@ -50,8 +52,8 @@ def test_where_sglang_fails_without_the_plugin_the_row_says_so_and_is_counted_ap
     rows = table_of.table([result(), fails])
     assert table_of.summary_line(rows).startswith("1 of 1 rows work (100%)")
     assert table_of.summary_line(rows).endswith(" SGLang itself fails at 1 more.")
-    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
-    assert "| TP 3 | SGLang fails: TypeError: x |" in table_of.page(recorded, rows)
+    assert "| Parallel | TP 3 | SGLang fails: TypeError: x |" in table_of.page(RECORD, rows)
+    assert "| TP 3 | SGLang fails: TypeError: x |" in table_of.full(RECORD, rows)
 
 
 def test_nothing_is_both_served_and_refused():
@@ -68,15 +70,34 @@ def test_groups_and_logs_are_of_known_rows():
 
 def test_a_row_names_its_tests_once_and_its_log():
     proofs = [{"group": "Parallel", "what": "TP 2", "log": "x.log"}]
-    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}] * 2}
+    recorded = {"rows": RECORD["rows"] * 2}
     served = "tests/engine/test_serving_t.py"
     both = table_of.table([result(test=f"{served}::a[x|y]"), result(test=f"{served}::a[z]")], proofs)
-    assert "By SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
-    assert f"| TP 2 | works | [a](../{served}) | served on a CPU |\n" in table_of.page(recorded, both)
+    assert "With SGLang 1, torch 2, Python 3. 1 of 1 rows work (100%); none is refused." in table_of.page(recorded, both)
+    assert f"| TP 2 | works | [a](../../../{served}) | served on a CPU |\n" in table_of.full(recorded, both)
     assert "On a GPU: TP 2 ([log](../x.log)). No other row has a log" in table_of.page(recorded, both)
     assert "No row has a log of a GPU yet." in table_of.page(recorded, table_of.table([result()]))
     refused = table_of.table([result(kind="refused", reason="a | b\nc")])
     assert "| refused: a \\| b c |" in table_of.page(recorded, refused)
+    assert "| refused: a \\| b c |" in table_of.full(recorded, refused)
+
+
+def test_the_page_counts_and_lists_what_works_by_the_strongest_evidence():
+    served, standin = "tests/engine/test_serving_t.py::a", "tests/engine/test_cuda_t.py::a"
+    found = [result(test=served), result(test="tests/unit/t.py::a"), result(what="--x (a)", test=standin)]
+    found += [result(what=f"FP8 ({runner})", group="Format", test="tests/unit/t.py::b") for runner in ("a", "b")]
+    made = table_of.page(RECORD, table_of.table([*found, result(what="PP 2", kind="refused", reason="no")]))
+    counts = made.split("| --- | --- | --- | --- | --- |\n")[1].split("\n\n")[0]
+    assert counts == "| Format | 0 | 0 | 2 | 0 |\n| Parallel | 1 | 1 | 0 | 1 |"
+    assert (
+        "### Format\n\n*No server:* FP8 (a, b).\n\n### Parallel\n\n*Server on a CPU:* TP 2.\n\n*Stand-in driver:* `--x` (a).\n"
+        in made
+    )
+
+
+def test_rows_that_are_refused_for_one_reason_share_a_line():
+    found = [result(what=what, kind="refused", reason=f"{what}: it cannot") for what in ("DWDP", "EP 3")]
+    assert "| Parallel | DWDP, EP 3 | refused: it cannot |" in table_of.page(RECORD, table_of.table(found))
 
 
 def item(test: str, *marks: tuple[str, str, str]) -> Any:
@@ -85,27 +106,26 @@ def item(test: str, *marks: tuple[str, str, str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("file", "with_what", "status"),
+    ("file", "with_what", "short"),
     [
-        ("engine/test_serving_t.py", "served on a CPU", "works"),
-        ("engine/test_cuda_serving.py", "stand-in driver", "works"),
-        ("engine/test_cuda_modes.py", "stand-in driver", "works"),
-        ("unit/test_t.py", "SGLang's code, no server", "works, without a server"),
+        ("engine/test_serving_t.py", "served on a CPU", "Server on a CPU"),
+        ("engine/test_cuda_serving.py", "stand-in driver", "Stand-in driver"),
+        ("engine/test_cuda_modes.py", "stand-in driver", "Stand-in driver"),
+        ("unit/test_t.py", "SGLang's code, no server", "No server"),
     ],
 )
-def test_what_no_server_has_shown_says_so(file, with_what, status):
-    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
-    made = table_of.page(recorded, table_of.table([result(test=f"tests/{file}::a")]))
-    assert f"| TP 2 | {status} | [a](../tests/{file}) | {with_what} |" in made
+def test_what_no_server_has_shown_says_so(file, with_what, short):
+    rows = table_of.table([result(test=f"tests/{file}::a")])
+    assert f"| TP 2 | works | [a](../../../tests/{file}) | {with_what} |" in table_of.full(RECORD, rows)
+    assert f"*{short}:* TP 2." in table_of.page(RECORD, rows)
 
 
 def test_the_page_has_the_versions_that_were_tried():
     tried = {"sglang": "9.9", "torch": "8", "python": "7", "passed": 6, "failed": 5, "skipped": 4, "ran": ["tests/unit/a.py"]}
     tried["skipped_as"] = {"with SGLang before 9.10: cannot": 4}
-    recorded = {"rows": [{"sglang": "1", "torch": "2", "python": "3"}]}
-    made = table_of.page(recorded, table_of.table([result()]), [tried])
-    assert "| 9.9 | 8 | 7 | 6 | 5 | 4 | unit/a.py |" in made
-    assert made.endswith("\n\nSkipped with 9.9:\n\n- with SGLang before 9.10: cannot (4)\n")
+    rows = table_of.table([result()])
+    assert "| 9.9 | 8 | 7 | 6 | 5 | 4 | unit/a.py |" in table_of.page(RECORD, rows, [tried])
+    assert table_of.full(RECORD, rows, [tried]).endswith("\n\nSkipped with 9.9:\n\n- with SGLang before 9.10: cannot (4)\n")
 
 
 def test_marks_and_record_must_agree_on_the_files_that_were_collected():
@@ -143,13 +163,14 @@ def test_a_part_that_is_run_again_replaces_its_own_results():
     }
 
 
-def test_the_page_is_made_of_the_committed_results():
-    page, _ = table_of.committed()
+def test_the_pages_are_made_of_the_committed_results():
+    page, full, _ = table_of.committed()
     assert table_of.PAGE.read_text() == page
+    assert table_of.FULL.read_text() == full
 
 
 def test_no_row_is_broken_and_every_refusal_has_a_reason():
-    _, committed = table_of.committed()
+    _, _, committed = table_of.committed()
     assert [row.what for row in committed if row.status == "broken"] == []
     assert [row.what for row in committed if row.status != "works" and not row.reason] == []
 
