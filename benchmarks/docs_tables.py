@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 from benchmarks import expectations, measured_table, published, serve_report
+from sglang_uvm_offload import flags
 
 RESULTS = Path(__file__).with_name("results")
 MEASURED = RESULTS / "2026-11-27-nvidia-h200-2" / "peers.json"
@@ -24,7 +25,7 @@ PAGE_COLUMNS = 140
 def blocks(configs: Path) -> dict[str, str]:
     """Every block by the name in its markers."""
     _, _, compared = published.read(configs)
-    return expectations.blocks(configs) | {
+    return flags.tables() | expectations.blocks(configs) | {
         "measured": measured_table.table(serve_report.load(MEASURED)),
         "quarter": measured_table.table(serve_report.load(QUARTER)),
         "published": textwrap.fill(published.summary(compared), PAGE_COLUMNS),
@@ -33,9 +34,8 @@ def blocks(configs: Path) -> dict[str, str]:
 
 def shown_in(page: str) -> dict[str, str]:
     """The blocks that a page has."""
-    return dict(
-        re.findall(r"<!-- (expectations|fits|choices|measured|quarter|published|plan:\w+) -->\n(.*?)\n<!-- /\1 -->", page, re.S)
-    )
+    names = r"flags|options|replaced|expectations|fits|choices|measured|quarter|published|plan:\w+"
+    return dict(re.findall(rf"<!-- ({names}) -->\n(.*?)\n<!-- /\1 -->", page, re.S))
 
 
 def refreshed(page: str, made: dict[str, str]) -> str:
