@@ -25,7 +25,8 @@ PAGE_COLUMNS = 140
 def blocks(configs: Path) -> dict[str, str]:
     """Every block by the name in its markers."""
     _, _, compared = published.read(configs)
-    return flags.tables() | expectations.blocks(configs) | {
+    return expectations.blocks(configs) | {
+        **flags.tables(),
         "measured": measured_table.table(serve_report.load(MEASURED)),
         "quarter": measured_table.table(serve_report.load(QUARTER)),
         "published": textwrap.fill(published.summary(compared), PAGE_COLUMNS),

@@ -8,9 +8,9 @@ what needs some finds it, has the driver evict for it, or fails. These waits the
   server becomes ready, before an update of the weights and before it sleeps, ten minutes at most.
 - A move gives VRAM up before it takes any, looks once whether more is free, and waits for its own prefetches alone, on a stream
   that waits for no other.
-- A read that faults waits for the driver, which evicts the block that was populated longest ago, and keeps what it freed for that
-  read (``block_alloc_gpu_chunk`` of uvm_va_block.c): no other fault takes it away. ``cudaMalloc`` and prefetches get theirs the
-  same way. No eviction waits for a kernel: one that runs faults when it reads the block next.
+- A read that faults waits for the driver, which evicts the block that was populated longest ago, and keeps what it freed for
+  that read (``block_alloc_gpu_chunk`` of uvm_va_block.c): no other fault takes it away. ``cudaMalloc`` and prefetches get
+  theirs the same way. No eviction waits for a kernel: one that runs faults when it reads the block next.
 - Blocks of the slots' kernel wait for the one that decides, which is running by then and needs plain VRAM alone for it.
 
 Where no managed block is left to evict, ``cudaMalloc`` and prefetches fail, and a fault ends the process with a CUDA error. The

@@ -18,12 +18,17 @@ SCRIPT = re.compile(r"\b(?:scripts|benchmarks|tests)/[\w./-]+\.(?:py|sh)\b")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("*.md")}), ids=lambda page: str(page.relative_to(ROOT)))
+every_page_and_root = pytest.mark.parametrize(
+    "page", sorted({*PAGES, *ROOT.glob("*.md")}), ids=lambda page: str(page.relative_to(ROOT))
+)
+
+
+@every_page_and_root
 def test_scripts_that_are_named_exist(page):
     assert [name for name in SCRIPT.findall(page.read_text()) if not (ROOT / name).exists()] == []
 
 
-@every_page
+@every_page_and_root
 def test_links_lead_somewhere(page):
     assert [reason for link in pages.links(page.read_text()) if (reason := pages.broken(link, page))] == []
 

@@ -164,6 +164,15 @@ def test_every_file_of_the_paths_exists():
     assert {name.replace("/", ".") for name in named} <= files
 
 
+def test_the_design_is_short_and_the_code_that_it_names_exists():
+    """Figures and their history are in GPU_STATUS.md and docs/benchmarks.md."""
+    page = (ROOT / "expert_offload_plan.md").read_text()
+    assert len(page.split()) <= 3000
+    named = re.findall(r"`([a-z]+(?:/[a-z_]+)+)/?`", page)
+    assert named
+    assert [name for name in named if not (PACKAGE / name).is_dir() and name.replace("/", ".") not in modules()] == []
+
+
 def test_registering_imports_nothing_before_it_is_called():
     assert imports(PACKAGE / "plugin" / "__init__.py") == {
         "__future__.annotations",
