@@ -63,7 +63,8 @@ FLAGS = {
         None,
         "Choose the initial residents from the routing in this file (frequency only), and add what the server counts to it: "
         "every five minutes, when requests pause, and on SIGTERM. A missing file is created. A read-only one, and several "
-        "(separated by commas), are only read. A damaged file, or one of another model, ends the launch.",
+        "(separated by commas), are only read. A damaged file, or one of another model, ends the launch; one of a newer format "
+        "is left alone, with a warning. A save never replaces routing that this server did not start from.",
     ),
     "adapt": Option(
         choice("off", "warmup", "continuous"),
@@ -127,8 +128,8 @@ OPTIONS = {
     "save_profile": Option(
         FILE_OR_FALSE,
         None,
-        "Where to save the routing, if not in the file of --expert-offload-profile; false: nowhere. Node N of several saves "
-        "its part to FILE-nodeN, which is read with FILE.",
+        "Where to save the routing, if not in the file of --expert-offload-profile; false: nowhere. A file with routing that "
+        "is not read stays as it is. Node N of several saves its part to FILE-nodeN, which is read with FILE.",
         "the profile",
     ),
     "trace": Option(

@@ -11,12 +11,13 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from sglang_uvm_offload.routing.counts import RoutingCounts
-from sglang_uvm_offload.routing.profile import MAX_COUNT, Profile, ProfileError, reason
+from sglang_uvm_offload.routing.profile import MAX_COUNT, NewerProfileError, Profile, ProfileError, reason
 
 
 def node_file(path: Path, node: int) -> Path:
@@ -24,7 +25,7 @@ def node_file(path: Path, node: int) -> Path:
     return path.with_name(f"{path.stem}-node{node}{path.suffix}") if node else path
 
 
-def _others(path: Path) -> Iterator[Path]:
+def node_files(path: Path) -> Iterator[Path]:
     """The files at ``path`` of nodes but the first, of whatever run."""
     name = re.compile(rf"{re.escape(path.stem)}-node[1-9][0-9]*{re.escape(path.suffix)}")
     if path.parent.is_dir():
@@ -35,7 +36,7 @@ def load_whole(path: Path) -> Profile:
     """The profile at ``path``, with what other nodes have counted in the same run. Files of an earlier run are left out, also
     that at ``path``: each begins with all that was counted before. Raises ``ProfileError`` and ``OSError`` as ``Profile.load``
     does."""
-    others = [other for other in map(_of_node, _others(path)) if other.history is not None]
+    others = [other for other in map(_of_node, node_files(path)) if other.history is not None]
     try:
         parts = [Profile.load(path), *others]
     except FileNotFoundError:  # the first node has a disk of its own, or no MoE layer
@@ -43,14 +44,19 @@ def load_whole(path: Path) -> Profile:
             raise
         parts = others
     run = max(parts, key=lambda part: part.began_at).run
-    return _joined([part for part in parts if part.run == run])
+    whole = _joined([part for part in parts if part.run == run])
+    return dataclasses.replace(whole, sources=_sources(parts))
 
 
 def _of_node(path: Path) -> Profile:
     try:
         return Profile.load(path)
     except ProfileError as error:
-        raise ProfileError(f"{path.name} next to it: {error}") from error
+        raise type(error)(f"{path.name} next to it: {error}") from error
+
+
+def _sources(profiles: Iterable[Profile]) -> frozenset[str]:
+    return frozenset().union(*(profile.sources for profile in profiles))
 
 
 def _joined(parts: Sequence[Profile]) -> Profile:
@@ -77,7 +83,7 @@ def _check_counts(counts: np.ndarray, *steps: int) -> None:
 
 def without_nodes(paths: Sequence[Path]) -> list[Path]:
     """``paths`` but for files of further nodes of another one, with which they are read."""
-    every = {other for path in paths for other in _others(path)}
+    every = {other for path in paths for other in node_files(path)}
     return [path for path in paths if path not in every]
 
 
@@ -94,18 +100,29 @@ def merge(profiles: Sequence[Profile]) -> Profile:
         steps = (steps[0] + other.seen.steps[0], steps[1] + other.seen.steps[1])
         _check_counts(counts, *steps)
         merged = merged.with_slot_shares(other.slot_shares)
-    began_at = max(profile.began_at for profile in profiles)
-    return Profile(first.model, RoutingCounts(counts, steps), slot_shares=merged.slot_shares, began_at=began_at)
+    shares, began_at = merged.slot_shares, max(profile.began_at for profile in profiles)
+    return Profile(first.model, RoutingCounts(counts, steps), "", {}, shares, began_at, sources=_sources(profiles))
 
 
-def load_for(
-    name: str, architecture: str, paths: Sequence[Path], saved: Path | None = None
-) -> tuple[Profile | None, list[str]]:
-    """The merged profile of the files for the model ``name``, None without any; and for each other file the reason why it is
-    not used. Files of one model name whose layers or experts differ are of different models. ``saved``: where the profile is
-    saved; that file may be absent, or without routing."""
+@dataclass
+class LoadedProfiles:
+    """What a launch reads of the files that it names."""
+
     merged: Profile | None = None
-    problems, paths = [], without_nodes(paths)
+    """The sum of all; None without any."""
+    continued: Profile | None = None
+    """What the server adds its own counts to: the file that it saves to, if that is among those it reads, else their sum."""
+    problems: list[str] = field(default_factory=list)
+    """For each file that cannot be used, the reason."""
+    newer: list[str] = field(default_factory=list)
+    """The same for those of a newer format."""
+
+
+def load_for(name: str, architecture: str, paths: Sequence[Path], saved: Path | None = None) -> LoadedProfiles:
+    """The files for the model ``name``. Files of one model name whose layers or experts differ are of different models.
+    ``saved``: where the profile is saved; that file may be absent, or without routing."""
+    merged: Profile | None = None
+    found, paths = LoadedProfiles(), without_nodes(paths)
     for index, path in enumerate(paths):
         try:
             if (earlier := same_file(path, paths[:index])) is not None:
@@ -117,12 +134,19 @@ def load_for(
             if not any(profile.seen.steps) and path != saved:
                 raise ProfileError("holds no routing yet")
             merged = merge([profile] if merged is None else [merged, profile])
+            if path == saved:
+                found.continued = profile
         except FileNotFoundError as error:
             if path != saved:
-                problems.append(f"{path}: {reason(error)}")
+                found.problems.append(f"{path}: {reason(error)}")
+        except NewerProfileError as error:
+            found.newer.append(f"{path}: {reason(error)}")
         except (ProfileError, OSError) as error:
-            problems.append(f"{path}: {reason(error)}")
-    return merged, problems
+            found.problems.append(f"{path}: {reason(error)}")
+    found.merged = merged
+    if saved not in paths:
+        found.continued = merged
+    return found
 
 
 def same_file(path: Path, others: Iterable[Path]) -> Path | None:

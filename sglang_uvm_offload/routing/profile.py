@@ -7,7 +7,9 @@ may come from anywhere, so it is untrusted input and checked.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +75,10 @@ class ProfileError(ValueError):
     """The file is not a profile, or not a usable one; the message has the reason."""
 
 
+class NewerProfileError(ProfileError):
+    """A later version of this program wrote the file, in a format that this version cannot read."""
+
+
 @dataclass(frozen=True)
 class RoutedModel:
     """The model of a profile: ``name`` is the checkpoint's, ``moe_layers`` are the decoder layers with a router, one with
@@ -122,6 +128,15 @@ class Profile:
     """When that run began, in seconds since 1970; 0 if that is not known."""
     history: np.ndarray | None = None
     """Of one of several nodes: the counts in ``seen`` that the run began with, which the files of other nodes hold too."""
+    sources: frozenset[str] = frozenset()
+    """The digests of the files whose counts are included."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies the counts, and the run that saved them."""
+        told = hashlib.sha256(f"{self.run} {self.seen.steps} ".encode())
+        told.update(self.seen.counts.tobytes())
+        return told.hexdigest()
 
     @classmethod
     def empty(cls, model: RoutedModel, run: str = "") -> Profile:
@@ -136,12 +151,14 @@ class Profile:
             limits = {"about": MAX_ABOUT_BYTES, "counts": MAX_BYTES, "steps": 16}
             about, counts, steps, *history = npz.read(path, limits, optional={"history": MAX_BYTES})
         except npz.NpzError as error:
+            _check_format(path)  # a newer one may have other arrays
             raise ProfileError(str(error)) from error
         told = _about(about)
         model = RoutedModel(told.name, told.architecture, tuple(told.moe_layers), told.num_experts, told.top_k)
         seen = _checked(model, counts, steps)
         before = None if not history else _checked(model, history[0], steps).counts
-        return cls(model, seen, told.run, told.ranks, dict(told.slot_shares), told.began_at, before)
+        profile = cls(model, seen, told.run, told.ranks, dict(told.slot_shares), told.began_at, before)
+        return dataclasses.replace(profile, sources=frozenset({profile.digest}))
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a binary file; use it with ``atomic_file.replace``."""
@@ -215,12 +232,21 @@ def is_profile(path: Path) -> bool:
 PROFILE_FILE = atomic_file.Kind("routing profile", is_profile)
 
 
+def _check_format(path: str | os.PathLike[str]) -> None:
+    """Raises ``NewerProfileError`` for a profile of a newer format."""
+    with contextlib.suppress(npz.NpzError):
+        (about,) = npz.read(path, {"about": MAX_ABOUT_BYTES})
+        _about(about)
+
+
 def _about(about: np.ndarray) -> _About:
     mark = _decoded(about, _Mark)
     if mark.format != FORMAT:
         raise ProfileError(f"is no {FORMAT}")
+    if type(mark.version) is int and mark.version > VERSION:
+        raise NewerProfileError(f"has format {mark.version}; this version of sglang-uvm-offload reads format {VERSION}")
     if mark.version != VERSION:
-        raise ProfileError(f"has version {mark.version!r} of the format, and this program reads {VERSION}")
+        raise ProfileError(f"has format {mark.version!r}; this version of sglang-uvm-offload reads format {VERSION}")
     if mark.layout != LAYOUT:
         raise ProfileError(f"counts {mark.layout!r}, and this SGLang has {LAYOUT!r}")
     found = _decoded(about, _About)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import urllib.error
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from builders.plugins import IN_SCHEDULER, saboteur
+from builders.profiles import rewritten
 from checkpoints import HOT, Checkpoints
 from serving import Engines
 
@@ -24,13 +26,14 @@ PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "
 
 
 def serve_once(engines: Engines, checkpoint: Path, **arguments: Any) -> dict[str, Any]:
-    """What the plugin said of itself before a server answered one prompt and was told to end."""
+    """What the plugin said of itself before a server answered one prompt and was told to end, and its ``log``."""
     with engines.server(checkpoint, expert_offload_num_resident=len(HOT[0]), **arguments) as server:
         state = offload_state(server.get("/server_info"))
         server.post("/generate", PROMPT)
         assert server.process is not None
         server.process.terminate()
         server.process.wait(patience(120))
+        state["log"] = server.log
     return state
 
 
@@ -65,12 +68,39 @@ def test_a_server_starts_from_what_another_saved_and_adds_to_it(
     assert steps == 7
     assert counts.any()
     grown = Path(shutil.copy(profile, tmp_path / "grown.npz"))
+    routings = int(load_whole(grown).seen.routed().sum())
     state = serve_once(engines, checkpoint, expert_offload_profile=grown)
+    assert state["log"].count(f"profile {grown}: {routings} routings choose residents") == 1
+    assert state["log"].count("server ends: saving the profile") == 1
+    assert state["log"].count(f"the profile is saved to {grown}") == 1
+    assert "requested by an operator" not in state["log"]
     assert [sorted(ids) for ids in state["resident_ids"]] == HOT
     assert state["moves"] == 0
     more, steps = decoded(grown)
     assert steps == 2 * 7
     assert (more == 2 * counts).all(), "what was loaded counts once"
+
+
+def test_a_profile_of_a_newer_format_is_left_alone_by_a_server_that_serves(
+    checkpoint: Path, profile: Path, engines: Engines, tmp_path: Path
+) -> None:
+    path = rewritten(Path(shutil.copy(profile, tmp_path / "p.npz")), about={"version": 2})
+    before = path.read_bytes()
+    with engines.server(checkpoint, expert_offload_num_resident=4, expert_offload_profile=path) as server:
+        server.post("/generate", PROMPT)
+        with pytest.raises(urllib.error.HTTPError) as error:
+            server.post("/expert_offload", {"action": "save"})
+        assert "upgrade sglang-uvm-offload" in json.loads(error.value.read())["error"]
+        (save,) = offload_state(server.get("/server_info"))["saves"]
+        assert len(server.post("/generate", PROMPT)["output_ids"]) == 8
+        assert server.process is not None
+        server.process.terminate()
+        server.process.wait(patience(120))
+        log = server.log
+    assert save["error"].startswith(f"{path}: has format 2; ")
+    assert log.count(save["error"]) == 1
+    assert log.count(f"profile {path}: has format 2; ") == 1
+    assert path.read_bytes() == before
 
 
 @pytest.mark.works("Live change", "SIGTERM under load")

@@ -7,6 +7,7 @@ from builders.threads import no_further_thread
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.files import autosave
+from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.files.autosave import PAUSE_SECONDS, PERIOD_SECONDS, Saver
 
 
@@ -162,3 +163,54 @@ def test_an_exit_of_the_process_passes_through_a_save():
 
     with pytest.raises(SystemExit):
         Saver("profile", leave).save_now()
+
+
+def test_a_server_that_ends_logs_what_is_saved_once_and_again_if_more_comes(server, caplog, tmp_path):
+    caplog.set_level("INFO")
+    server.saver = Saver("profile", server.snapshot, lambda: server.now, path=tmp_path / "p.npz")
+    saved = f"the profile is saved to {tmp_path}/p.npz"
+    server.after(PERIOD_SECONDS, server.saver.save_if_due)
+    server.settle()
+    assert caplog.text == "", "a server that goes on logs no save"
+    for value, times in ((1, 0), (2, 1), (2, 1)):
+        server.value = value
+        server.saver.begin_end()
+        server.settle()
+        assert caplog.text.count(saved) == times
+    server.saver.finish()
+    assert caplog.text.count(saved) == 1
+    server.value = 3
+    server.saver.finish()
+    assert caplog.text.count(saved) == 2
+    assert server.files == [1, 2, 3]
+
+
+def test_a_server_that_ends_logs_that_what_an_earlier_save_wrote_is_saved(server, caplog):
+    caplog.set_level("INFO")
+    server.saver.save_now()
+    server.settle()
+    server.saver.finish()
+    assert [record.getMessage() for record in caplog.records] == ["Expert offload: the profile is saved"]
+
+
+def test_a_server_that_had_nothing_to_save_logs_nothing_at_its_end(caplog):
+    caplog.set_level("INFO")
+    saver = Saver("profile", lambda wait: None)
+    saver.begin_end()
+    saver.finish()
+    assert caplog.text == ""
+
+
+def test_a_save_that_is_refused_is_logged_once_for_each_reason_and_counted_each_time(tmp_path, caplog):
+    reasons = iter(["is another one's", "is another one's", "is a folder"])
+
+    def write():
+        raise WriteRefused(tmp_path / "p.npz", next(reasons))
+
+    saver = Saver("profile", lambda wait: write)
+    for _ in range(3):
+        saver.save_now()
+        saver._thread.join()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "p.npz: is another one's. Serving goes on." in caplog.records[0].getMessage()
+    assert (saver.failures, saver.error) == (3, f"{tmp_path}/p.npz: is a folder")

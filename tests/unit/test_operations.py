@@ -104,6 +104,13 @@ def test_an_example_launches_sglang_with_flags_that_exist(name):
     assert of_plugin.save_profile is not None
 
 
+def test_the_unit_signals_the_main_process_alone():
+    """systemd signals every process of a unit by default, and ranks would end before they save."""
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(FOLDER / "sglang-offload.service")
+    assert unit["Service"]["KillMode"] == "mixed"
+
+
 def test_the_page_lists_the_metrics_that_are_exported(exported):
     rows = ["| metric | more labels | meaning |", "| --- | --- | --- |"]
     for name, (labels, meaning) in sorted(exported.items()):

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 from builders.managers import Rank, config
 from prometheus_client import CollectorRegistry
+from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.plugin.operate.actions import END, Action
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
 from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
@@ -134,3 +136,13 @@ def test_a_line_that_cannot_be_made_ends_no_server(caplog):
     serving.now += 60
     serving.hooks.after_idle(None, None)
     assert "logging what a minute brought failed: OSError: [Errno 24]" in caplog.text
+
+
+def test_a_server_that_is_told_to_end_saves_at_once_and_its_log_names_no_operator(caplog):
+    caplog.set_level("INFO")
+    serving = Serving()
+    answer = serving.hooks.around_set_internal_state(None, None, SetInternalStateReq(server_args=END))
+    assert answer.updated
+    assert serving.snapshot.calls == 1
+    assert [record.getMessage() for record in caplog.records] == ["Expert offload: server ends: saving the profile"]
+    assert Action.of(END) is None

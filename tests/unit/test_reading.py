@@ -109,7 +109,7 @@ def test_more_than_the_bound_is_refused_even_where_the_size_is_a_lie(tmp_path):
 def test_what_cannot_be_a_path_is_an_os_error(path):
     with pytest.raises(OSError, match="not a path"):
         reading.read(path, 10)
-    (problem,) = load_for("m", "a", [Path(path)])[1]
+    (problem,) = load_for("m", "a", [Path(path)]).problems
     assert "not a path" in problem
     with pytest.raises(FlagError):
         parse({"num_resident": 4, "profile": "a\0b"})

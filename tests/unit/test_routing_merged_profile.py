@@ -2,16 +2,18 @@
 
 import dataclasses
 import multiprocessing
+import re
 import shutil
 
 import numpy as np
 import pytest
-from builders.profiles import MODEL, saved, some
+from builders.profiles import MODEL, rewritten, saved, some
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.files import lock
+from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.routing.counts import RoutingCounts
-from sglang_uvm_offload.routing.merged_profile import load_for, load_whole, node_file
+from sglang_uvm_offload.routing.merged_profile import LoadedProfiles, load_for, load_whole, node_file
 from sglang_uvm_offload.routing.profile import Profile
 from sglang_uvm_offload.routing.profile_file import ProfileFile
 
@@ -93,6 +95,8 @@ def test_files_of_nodes_that_are_no_more_do_not_count_again(path):
     assert main(["profile", str(path), "--out", str(path.with_name("all.npz"))]) == 0
     shutil.move(path.with_name("all.npz"), path)
     assert (load_whole(path).seen.counts == both() + counted(0).counts).all()
+    serve(path, "again", 3.0)
+    assert (load_whole(path).seen.counts == both(2) + counted(0).counts).all()
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -117,9 +121,9 @@ def test_parts_that_began_from_their_own_disks_are_the_whole_in_one_folder(path)
 def test_a_node_file_counts_once_if_it_is_named_too_and_not_if_it_only_has_such_a_name(path):
     serve(path, "now", 1.0)
     named = [path, node_file(path, 1)]
-    profile, problems = load(*named)
-    assert problems == []
-    assert (profile.seen.counts == both()).all()
+    found = load(*named)
+    assert found.problems == []
+    assert (found.merged.seen.counts == both()).all()
     assert main(["profile", *map(str, named), "--out", str(path.with_name("all.npz"))]) == 0
     assert (Profile.load(path.with_name("all.npz")).seen.counts == both()).all()
     saved(path, some(1))
@@ -128,13 +132,13 @@ def test_a_node_file_counts_once_if_it_is_named_too_and_not_if_it_only_has_such_
 
 
 def test_the_file_that_is_saved_may_be_absent_or_without_routing(path):
-    assert load(path, saved=path) == (None, [])
+    assert load(path, saved=path) == LoadedProfiles()
     with pytest.raises(FileNotFoundError, match=r"p\.npz"):
         load_whole(path)
     saved(path, Profile.empty(MODEL).with_slot_shares({0.5: 0.25}))
-    profile, problems = load(path, saved=path)
-    assert (profile.slot_shares, problems) == ({0.5: 0.25}, [])
-    assert "holds no routing yet" in load(path)[1][0]
+    found = load(path, saved=path)
+    assert (found.continued.slot_shares, found.problems) == ({0.5: 0.25}, [])
+    assert "holds no routing yet" in load(path).problems[0]
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-100], lambda whole: b"", lambda whole: b"other"])
@@ -142,11 +146,11 @@ def test_a_damaged_file_is_named_also_if_it_is_saved_or_a_nodes(path, damage):
     serve(path, "now", 1.0)
     other = node_file(path, 1)
     other.write_bytes(damage(other.read_bytes()))
-    (problem,) = load(path)[1]
+    (problem,) = load(path).problems
     assert problem.startswith(f"{path}: p-node1.npz next to it: ")
     other.unlink()
     path.write_bytes(damage(path.read_bytes()))
-    assert len(load(path, saved=path)[1]) == 1
+    assert len(load(path, saved=path).problems) == 1
 
 
 def test_the_files_of_this_model_are_used_and_each_other_one_is_named(tmp_path):
@@ -156,17 +160,51 @@ def test_the_files_of_this_model_are_used_and_each_other_one_is_named(tmp_path):
     empty = saved(tmp_path / "empty.npz", Profile.empty(MODEL))
     (tmp_path / "link").symlink_to(good[0])
     bad = [foreign, twin, empty, tmp_path / "gone.npz", tmp_path / "link"]
-    profile, problems = load(good[0], *bad, good[1])
-    assert (profile.seen.counts == some(1).seen.counts + some(2).seen.counts).all()
-    assert [problem.split(":")[0] for problem in problems] == [str(path) for path in bad]
-    assert problems[0].endswith("is of another model: name Other, not GLM-4.5")
-    assert "different models" in problems[1]
-    assert problems[-1].endswith(f"link: is the same file as {good[0]}: its routing would count twice")
+    found = load(good[0], *bad, good[1])
+    assert (found.merged.seen.counts == some(1).seen.counts + some(2).seen.counts).all()
+    assert [problem.split(":")[0] for problem in found.problems] == [str(path) for path in bad]
+    assert found.problems[0].endswith("is of another model: name Other, not GLM-4.5")
+    assert "different models" in found.problems[1]
+    assert found.problems[-1].endswith(f"link: is the same file as {good[0]}: its routing would count twice")
 
 
 def test_a_file_that_would_exceed_what_can_be_read_again_is_named_and_left_out(tmp_path):
     most = Profile(MODEL, RoutingCounts(np.full((3, 2, 2, 8), 1 << 53), (1, 1)))
     paths = [saved(tmp_path / f"{n}.npz", most) for n in (1, 2)]
-    profile, problems = load(*paths)
-    assert (profile.seen.counts == 1 << 53).all()
-    assert [problem.split(": ")[0] for problem in problems] == [str(paths[1])]
+    found = load(*paths)
+    assert (found.merged.seen.counts == 1 << 53).all()
+    assert [problem.split(": ")[0] for problem in found.problems] == [str(paths[1])]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_file_of_a_newer_format_is_named_and_left_alone_also_if_it_is_a_nodes(path, node):
+    """``load_for`` gives the sum of the others. What the server counts is not saved next to it."""
+    serve(path, "then", 1.0)
+    other = saved(path.with_name("other.npz"), some(1))
+    rewritten(node_file(path, node), about={"version": 2})
+    found = load(other, path, saved=path)
+    assert (found.merged.seen.counts == some(1).seen.counts).all()
+    assert (found.continued, found.problems) == (None, [])
+    (newer,) = found.newer
+    assert newer.startswith(f"{path}: ")
+    assert newer.endswith("has format 2; this version of sglang-uvm-offload reads format 1")
+    for own, file in enumerate(files(path, "now", 2.0)):
+        with pytest.raises(WriteRefused, match=re.escape(str(node_file(path, node)))):
+            save(file, counted(own))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_no_node_saves_next_to_a_nodes_file_that_was_not_read(path, missing):
+    """The next start would take that for part of an earlier run, which the latest one has started from."""
+    serve(path, "then", 1.0)
+    node_file(path, missing).unlink()
+    for own, file in enumerate(files(path, "now", 2.0)):
+        with pytest.raises(WriteRefused, match="restart with --expert-offload-profile"):
+            save(file, counted(own))
+    assert (load_whole(path).seen.counts == counted(1 - missing).counts).all()
+
+
+def test_a_run_is_later_than_what_it_starts_from_whatever_the_clock_says(path):
+    serve(path, "then", 9.0)
+    serve(path, "now", 2.0, nodes=1)
+    assert (load_whole(path).seen.counts == both() + counted(0).counts).all()

@@ -40,7 +40,7 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"about": {"version": 2}}, "version 2"),
+        ({"about": {"version": 2}}, "has format 2; this version of sglang-uvm-offload reads format 1"),
         ({"about": {"format": "a song"}}, "no sglang-uvm-offload profile"),
         ({"about": {"layout": "physical experts"}}, "'physical experts'"),
         ({"about": {"num_experts": -1}}, "num_experts"),

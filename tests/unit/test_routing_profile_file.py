@@ -5,16 +5,19 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.profiles import saved
+from builders.profiles import rewritten, saved
 
 from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.routing import profile as profile_module
 from sglang_uvm_offload.routing import profile_file
 from sglang_uvm_offload.routing.counts import RoutingCounts
+from sglang_uvm_offload.routing.merged_profile import load_for
 from sglang_uvm_offload.routing.profile import Profile, ProfileError, RoutedModel
 from sglang_uvm_offload.routing.profile_file import ProfileFile, add_slot_share
 
@@ -94,9 +97,9 @@ def test_ranks_put_their_parts_into_one_file_also_if_it_is_empty(path):
     assert Profile.load(path).seen.steps == (1, 2)
 
 
-def test_parts_of_an_earlier_run_do_not_stay_and_the_history_does(path):
-    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones(times=1000, steps=(500, 500)))
-    file, seen = parts(path, "now", history=Profile(MODEL, ones(times=7)))[0]
+def test_the_parts_of_an_earlier_run_count_once_as_the_history(path):
+    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones(times=7))
+    file, seen = parts(path, "now", history=Profile.load(path))[0]
     save(file, seen)
     assert decode(path) == [[17, 17, 7, 7], [7, 7, 7, 7]], "also of ranks that have not saved yet"
     assert Profile.load(path).seen.steps == (2, 4)
@@ -104,10 +107,9 @@ def test_parts_of_an_earlier_run_do_not_stay_and_the_history_does(path):
 
 def test_splits_of_the_history_and_of_the_file_are_saved(path):
     """``replay --slots --into`` may put one into the file of a server that runs, before it first saves or later."""
-    history = Profile(MODEL, ones(times=7)).with_slot_shares({0.25: 1.0, 0.5: 1.0})
-    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones())
+    save(ProfileFile(path, Profile.empty(MODEL).with_slot_shares({0.25: 1.0}), "then", *WHOLE), ones())
+    file, seen = parts(path, "now", Profile.load(path))[0]
     add_slot_share(path, 0.5, 0.75)
-    file, seen = parts(path, "now", history)[0]
     save(file, seen)
     assert Profile.load(path).slot_shares == {0.25: 1.0, 0.5: 0.75}
     add_slot_share(path, 0.5, 0.25)
@@ -115,12 +117,6 @@ def test_splits_of_the_history_and_of_the_file_are_saved(path):
     read = Profile.load(path)
     assert (read.run, read.seen.steps) == ("now", (4, 5))
     assert read.slot_shares == {0.25: 1.0, 0.5: 0.25}
-
-
-def test_splits_of_another_models_file_are_not_taken_over(path):
-    saved(path, Profile.empty(dataclasses.replace(MODEL, num_experts=8)).with_slot_shares({0.5: 0.75}))
-    save(ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE), ones())
-    assert Profile.load(path).slot_shares == {}
 
 
 def test_a_split_is_added_to_a_profile_alone_and_counts_stay(path):
@@ -213,13 +209,13 @@ def test_a_rank_adds_what_is_new_alone(path):
 
 
 def refused(file, seen, caplog):
-    """Whether the saver says that the file is another server's, which it leaves as it is."""
-    before = file._path.read_bytes()
+    """Whether the saver says that others' routing lies there, which it leaves as it is."""
+    before = file.path.read_bytes()
     caplog.clear()
     Saver("profile", lambda wait: file.pending(seen)).finish()
-    if "another server has saved its profile there since this one began" not in caplog.text:
+    if "holds routing that this server did not start from, or that another server has saved since" not in caplog.text:
         return False
-    assert file._path.read_bytes() == before
+    assert file.path.read_bytes() == before
     return True
 
 
@@ -228,23 +224,21 @@ def test_of_two_servers_on_one_path_the_one_that_started_later_saves(path, caplo
     """Whole: no rank of the other puts its part into it."""
     (first, seen), (second, other), *_ = parts(path, "then")
     save(first, seen)
-    later = parts(path, "now")
+    later = parts(path, "now", Profile.load(path))
     for file, counts in later[:2]:
         save(file, counts)
     assert refused(first, RoutingCounts(seen.counts * 3, (3, 6)), caplog)
     assert refused(second, other, caplog)
     for file, counts in later[2:]:
         save(file, counts)
-    assert decode(path) == EXPECTED
+    assert decode(path) == [[20, 31, 11, 0], [20, 41, 21, 0]], "what it started from, and its own"
 
 
 def test_of_two_servers_that_start_at_once_the_one_that_saves_first_does(path, caplog):
-    """Also where the other's model is another one."""
     one, two = parts(path, "one"), parts(path, "two")
-    stranger = ProfileFile(path, Profile.empty(dataclasses.replace(MODEL, name="other")), "three", *WHOLE)
     for file, counts in one[:2]:
         save(file, counts)
-    assert all(refused(file, counts, caplog) for file, counts in [*two, (stranger, ones())])
+    assert all(refused(file, counts, caplog) for file, counts in two)
     for file, counts in one[2:]:
         save(file, counts)
     assert Profile.load(path).run == "one"
@@ -252,6 +246,85 @@ def test_of_two_servers_that_start_at_once_the_one_that_saves_first_does(path, c
     path.unlink()
     save(*two[0])
     assert Profile.load(path).run == "two"
+
+
+def serve(path, run, times, *more, saved=None):
+    """A server of one rank, which reads the profiles ``path`` and ``more``, counts and ends."""
+    saved = saved or path
+    found = load_for(MODEL.name, MODEL.architecture, [path, *more], saved)
+    assert found.problems == []
+    saver = Saver("profile", lambda wait: file.pending(ones(times=times)))
+    file = ProfileFile(saved, found.continued or Profile.empty(MODEL), run, *WHOLE)
+    saver.finish()
+    return saver
+
+
+def test_every_restart_adds_to_what_all_before_have_counted(path):
+    for number in range(4):
+        assert serve(path, f"run {number}", times=10**number).error is None
+        assert (Profile.load(path).seen.counts == int("1" * (number + 1))).all()
+        assert Profile.load(path).seen.steps == (number + 1, 2 * (number + 1))
+
+
+def test_a_server_that_reads_further_profiles_adds_them_to_a_file_of_its_own_at_most_once(path):
+    """One that it reads too has its own counts alone: the next start adds them up. Any other one is whole."""
+    other, whole = path.with_name("other.npz"), path.with_name("whole.npz")
+    saved(other, Profile(MODEL, ones(times=100), "elsewhere"))
+    for number in range(3):
+        serve(other, f"run {number}", 1, path, saved=path)
+        assert (Profile.load(path).seen.counts == number + 1).all()
+    serve(other, "last", 1, path, saved=whole)
+    assert (Profile.load(whole).seen.counts == 100 + 3 + 1).all()
+
+
+OTHER = dataclasses.replace(MODEL, name="Other", num_experts=8)
+BEFORE = {
+    "a file that the launch did not read": (lambda path: saved(path, Profile(MODEL, ones(), "then")), "restart with"),
+    "a file of another model": (lambda path: saved(path, Profile.empty(OTHER, "then")), "name Other, not m"),
+    "a damaged profile": (lambda path: rewritten(saved(path, Profile.empty(MODEL)), steps=np.zeros(3)), "move it away"),
+    "a newer format": (lambda path: rewritten(saved(path, Profile.empty(MODEL)), about={"version": 2}), "upgrade"),
+    "a newer format of other arrays": (lambda path: newer(path), "has format 9; this version of sglang-uvm-offload reads"),
+    "no profile": (lambda path: path.write_bytes(b"weights"), "exists and is no routing profile"),
+}
+
+
+def newer(path):
+    np.savez(path, about=np.frombuffer(b'{"format": "sglang-uvm-offload profile", "version": 9}', dtype=np.uint8))
+
+
+@pytest.mark.parametrize("comes", ["before the start", "before the first save", "later"])
+@pytest.mark.parametrize("there", BEFORE)
+def test_a_file_that_the_server_did_not_start_from_stays_as_it_is(path, caplog, there, comes):
+    """The log has the reason and the remedy once, and so has the status; once the file is gone, all that was counted is
+    saved."""
+    plant, remedy = BEFORE[there]
+    if comes == "before the start":
+        plant(path)
+    file = ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE)
+    if comes == "later":
+        save(file, ones())
+    if comes != "before the start":
+        plant(path)
+    before, seen = path.read_bytes(), ones(steps=(4, 4), times=4)
+    saver = Saver("profile", lambda wait: file.pending(seen))
+    for _ in range(3):
+        saver.finish()
+    assert path.read_bytes() == before
+    assert (saver.failures, saver.saved_at) == (3, None)
+    assert str(path) in saver.error
+    assert remedy in saver.error
+    assert caplog.text.count(saver.error) == 1
+    path.rename(path.with_name("away"))
+    saver.finish()
+    assert saver.error is None
+    assert (Profile.load(path).seen.counts == 4).all()
+
+
+def test_counts_that_the_rank_which_read_them_has_not_changed_are_replaced_also_in_a_file_that_was_copied(path, tmp_path):
+    save(ProfileFile(path, Profile.empty(MODEL), "then", *WHOLE), ones())
+    copied = Path(shutil.copy(path, tmp_path / "copied.npz"))
+    assert serve(path, "now", 1, saved=copied).error is None
+    assert (Profile.load(copied).seen.counts == 2).all()
 
 
 @pytest.mark.parametrize("became", ["gone", "older"])

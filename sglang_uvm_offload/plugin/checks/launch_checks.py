@@ -22,8 +22,9 @@ from sglang_uvm_offload.plugin.checks import combinations, sglang_gaps
 from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import devices, draft_source, lookup_tables, output_files
 from sglang_uvm_offload.plugin.launch.local_checkpoint import damage
-from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
+from sglang_uvm_offload.plugin.launch.profiles import announce, load_profiles
 from sglang_uvm_offload.plugin.launch.ranks import chooses_runners_by_layer
+from sglang_uvm_offload.routing.merged_profile import LoadedProfiles
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,9 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     num_experts, reasons = _experts(requested, model)
     redundant = cfg.ep_num_redundant_experts
     problems += reasons + draft_source.problems(requested, cfg)
+    profiles = LoadedProfiles()
     with _listed(problems):
-        chosen_profile(requested, model)
+        profiles = load_profiles(requested, model)
     settings: dict[str, Any] = {}
     with _listed(problems):
         settings |= _headroom(requested, cfg)
@@ -92,6 +94,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     settings |= _autotuning(cfg, cfg.quantization or model.quantization)
     for line in combinations.ignored(server_args):
         logger.warning("%s", line)
+    announce(profiles, config)
     if not config.tma:
         logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
     return CheckedLaunch(config, settings)

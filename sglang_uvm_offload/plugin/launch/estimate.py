@@ -26,7 +26,7 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch import draft_source
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.launch.lookup_tables import tables_in
-from sglang_uvm_offload.plugin.launch.profiles import chosen_profile
+from sglang_uvm_offload.plugin.launch.profiles import load_profiles
 from sglang_uvm_offload.plugin.launch.ranks import (
     free_by_gpu,
     has_one_memory,
@@ -104,7 +104,7 @@ def _fact(plan: Plan, demand: Demand) -> str:
 
 def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Demand) -> Case:
     """Raises ``CheckpointError``, ``DriverError`` or ``FlagError``."""
-    parallel, profile = parallel_sizes(cfg), chosen_profile(config, model)
+    parallel, profile = parallel_sizes(cfg), load_profiles(config, model).merged
     shape = shape_of(
         ModelFiles(cfg.model_path, cfg.revision, cfg.download_dir).config,
         cfg.model_path,

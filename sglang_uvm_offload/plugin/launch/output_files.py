@@ -42,7 +42,6 @@ def unless_read_only(config: RequestedConfig, server_args: Any) -> RequestedConf
         return config
     own = node_file(path, resolving_view(server_args).node_rank)
     if not (os.path.exists(path) or os.path.exists(own)):
-        logger.info("Expert offload: %s %s: is a new file, to which the routing is saved", flag_name("profile"), path)
         return config
     closed = next((each for each in (path, own, path.parent) if _is_read_only(each)), None)
     why = f"{closed} is read-only" if closed else refusal(own, PROFILE_FILE, model_folders(server_args))

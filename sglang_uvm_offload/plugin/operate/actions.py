@@ -75,3 +75,7 @@ def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) ->
         case Action.SAVE:
             for saver in savers:
                 saver.save_now()
+
+
+END: dict[str, int] = {KEY: len(Action)}
+"""The message that the server has been told to end. No operator can request it."""

@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_uvm_offload.plugin.operate.actions import Action
+from sglang_uvm_offload.plugin.operate.actions import END
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,6 @@ def _after_sigterm(result: Any, handler: Any, *args: Any, **kwargs: Any) -> None
 
 async def _save(manager: Any) -> None:
     try:
-        await manager.set_internal_state(SetInternalStateReq(server_args=Action.SAVE.message()))
+        await manager.set_internal_state(SetInternalStateReq(server_args=END))
     except Exception as error:  # noqa: BLE001 -- the server is ending, and its ranks save once more at exit
         logger.warning("Expert offload: could not save on SIGTERM: %s: %s", type(error).__name__, error)

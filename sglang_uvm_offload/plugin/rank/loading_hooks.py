@@ -17,7 +17,7 @@ from sglang_uvm_offload.flags import FlagError
 from sglang_uvm_offload.memory.protocol import ManagedMemoryError
 from sglang_uvm_offload.plan.moe_shape import stated_top_k
 from sglang_uvm_offload.plugin import enforce
-from sglang_uvm_offload.plugin.launch.profiles import chosen_profile, named
+from sglang_uvm_offload.plugin.launch.profiles import load_profiles, named
 from sglang_uvm_offload.plugin.rank import built_runners, link
 from sglang_uvm_offload.plugin.rank.buffers import make_slots, make_streamer
 from sglang_uvm_offload.plugin.rank.built_model import BuiltModel
@@ -46,7 +46,8 @@ class LoadingHooks:
         rank, model_config = self.rank, model_config_of(get_server_args())
         built, profile, problems = BuiltModel(model, self._top_k()), None, []
         try:
-            profile = rank.history = chosen_profile(rank.config, model_config)
+            profiles = load_profiles(rank.config, model_config)
+            profile, rank.history = profiles.merged, profiles.continued
         except FlagError as error:  # its file is another one on another machine
             problems += error.problems
         rank.routed_model = built.routed_model(*named(model_config))

@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 
 from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
-from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
+from sglang_uvm_offload.plugin.operate.actions import END, KEY, Action, perform, refusal
 from sglang_uvm_offload.plugin.rank.buffers import stream_status
 from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.host_memory import make_room
@@ -114,6 +114,9 @@ class OperatingHooks:
 
     def around_set_internal_state(self, original: Callable[..., Any], scheduler: Any, request: Any, *args: Any) -> Any:
         """SGLang delivers the request to all ranks between the same two steps."""
+        if request.server_args == END:
+            self._begin_end()
+            return SetInternalStateReqOutput(updated=True)
         action = Action.of(request.server_args)
         if action is None:
             return original(scheduler, request, *args)
@@ -122,6 +125,13 @@ class OperatingHooks:
             logger.info("Expert offload: %s requested by an operator", action)
             perform(action, self.rank.manager, self.rank.savers)
         return SetInternalStateReqOutput(updated=refused is None)
+
+    def _begin_end(self) -> None:
+        """SIGTERM: save now. The scheduler first answers all requests, and may be killed before ``after_shutdown``."""
+        if savers := self.rank.savers:
+            logger.info("Expert offload: server ends: saving the %s", " and the ".join(saver.what for saver in savers))
+        for saver in savers:
+            saver.begin_end()
 
     def _status(self) -> RankStatus:
         """The status up to the last step launched. Waits for the device."""

@@ -66,7 +66,7 @@ class Recording:
             protected=output_files.model_folders(get_server_args()),
             guessing=lookahead.guessing,
         )
-        return Saver("trace", self.recorder.pending)
+        return Saver("trace", self.recorder.pending, path=self.path)
 
     def record(self, index: int, routing: LayerRouting, num_shared: int, hidden: torch.Tensor | None) -> None:
         """Record the routing of the model's MoE layer ``index``, and what its input ``hidden[rows, width]`` says of the next

@@ -26,7 +26,8 @@ _SHOWN = ("tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention")
 
 
 def profile_saver(manager: OffloadManager, model: RoutedModel, history: Profile | None) -> Saver | None:
-    """The saver of this rank's profile, None on a rank whose counts another rank saves. ``history``: what was read."""
+    """The saver of this rank's profile, None on a rank whose counts another rank saves. ``history``: what the server
+    adds its counts to, None for a new profile."""
     parallel = get_parallel()
     launch = manager.config.launch_id, manager.config.began_at
     if parallel.nnodes > 1:  # each has a launcher of its own, which named the run, and whose flags may differ
@@ -49,7 +50,7 @@ def profile_saver(manager: OffloadManager, model: RoutedModel, history: Profile 
         began_at,
         args.node_rank if parallel.nnodes > 1 else None,
     )
-    return Saver("profile", lambda wait: file.pending(manager.routing_by_expert(wait)))
+    return Saver("profile", lambda wait: file.pending(manager.routing_by_expert(wait)), path=file.path)
 
 
 def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | None:
@@ -60,7 +61,7 @@ def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | 
     if path is None or parallel.tp_rank or parallel.pp_rank:
         return None
     own = path if not replica else path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
-    return Saver("statistics", lambda wait: _pending(own, status()) if wait else None)
+    return Saver("statistics", lambda wait: _pending(own, status()) if wait else None, path=own)
 
 
 def _pending(path: Path, status: RankStatus) -> Callable[[], None]:

@@ -46,7 +46,7 @@ class RankState:
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
         self.history: Profile | None = None
-        """The profile that was read, once it is built."""
+        """The profile to which the server adds its own counts, once the target model is built; None for a new one."""
 
     @cached_property
     def backend(self) -> Emulated:
