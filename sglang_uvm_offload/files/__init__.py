@@ -1,1 +1,1 @@
-"""Reading files of unknown origin, and writing files without destroying existing ones."""
+"""Reads untrusted files, and writes files without destroying existing ones."""

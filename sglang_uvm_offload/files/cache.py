@@ -1,4 +1,4 @@
-"""What this program can make again, kept where nobody else can write: libraries from there are loaded."""
+"""A cache for what this program can rebuild. Libraries are loaded from it, so no other user may write to it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 NAME = "sglang-uvm-offload"
 LARGEST = 256 << 20
-"""Bytes of a kept file, at most."""
+"""The maximum size of a cached file, in bytes."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST = 32
 
 
 def cache_root() -> Path:
-    """Where the folders of ``private_folder`` are, unless others can write there."""
+    """The parent of the ``private_folder`` folders, unless other users can write there."""
     return next(root for root, _ in _roots())
 
 
 def private_folder(name: str) -> Path:
-    """The folder ``name``, made if it is missing: below ``XDG_CACHE_HOME`` or ``~/.cache``, or, where others could write or
-    this user cannot, in the folder of temporary files. A folder that only root can write to is used if it holds something.
-    Raises ``OSError`` with all reasons if no place will do."""
+    """The folder ``name``, created if missing: below ``XDG_CACHE_HOME`` or ``~/.cache``, or below the folder for temporary
+    files if other users can write to those or this user cannot. A folder that only root can write to is used if it is not
+    empty. Raises ``OSError`` with all reasons if no folder is usable."""
     refused = []
     for root, forbidden in _roots():
         try:
@@ -49,12 +49,12 @@ def private_folder(name: str) -> Path:
         if refused:
             _warn("; ".join(refused), root)
         return root / name
-    remedy = "set XDG_CACHE_HOME to a folder that this user alone can write to"
-    raise OSError(errno.EACCES, f"no place to keep what is built: {'; '.join(refused)}; {remedy}")
+    remedy = "set XDG_CACHE_HOME to a folder that only this user can write to"
+    raise OSError(errno.EACCES, f"no folder for compiled libraries: {'; '.join(refused)}; {remedy}")
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file of a ``private_folder``. Readers find the old contents or the new, after a crash of the machine too."""
+    """Write a file in a ``private_folder``. Readers see either the old or the new contents, even after the machine crashes."""
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -62,21 +62,21 @@ def replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # whatever it is goes on, once the file is gone
+    except BaseException:  # also on an interrupt, which must not leave a partial file
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    with contextlib.suppress(OSError):  # some file systems sync no folder
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         _sync(path.parent)
 
 
 def seal(path: Path, data: bytes) -> None:
-    """``replace``, with a digest after the data, which ``sealed`` checks. Loaders of libraries read over it."""
+    """``replace``, with a digest after the data that ``sealed`` checks. Library loaders ignore it."""
     replace(path, data + hashlib.sha256(data).digest())
 
 
 def sealed(path: Path) -> bytes | None:
-    """The data; None if there is no such file, if it is damaged, or if another user may have written it."""
+    """The data of a sealed file. None if there is no such file, it is damaged, or another user may have written it."""
     try:
         if _problem(os.lstat(path), stat.S_IFREG, _OTHERS_WRITE):
             return None
@@ -88,19 +88,19 @@ def sealed(path: Path) -> bytes | None:
 
 
 def _roots() -> Iterator[tuple[Path, int]]:
-    """Each with the bits that its mode must not have. A relative ``XDG_CACHE_HOME`` is ignored, as its specification says: the
-    current folder may be a downloaded model."""
+    """Candidate folders, each with the mode bits that it must not have. A relative ``XDG_CACHE_HOME`` is ignored, as its
+    specification requires: the current folder may be a downloaded model."""
     base, home = os.environ.get("XDG_CACHE_HOME", ""), _home()
     if os.path.isabs(base):
         yield Path(base, NAME), _OTHERS_WRITE
     elif home is not None:
         yield Path(home, ".cache", NAME), _OTHERS_WRITE
-    # Without another place that is the current folder. What is downloaded has no mode of 0700.
+    # As a last resort ``gettempdir`` is the current folder. Downloaded folders do not have the mode 0700.
     yield Path(tempfile.gettempdir(), f"{NAME}-{os.geteuid()}"), stat.S_IRWXG | stat.S_IRWXO
 
 
 def _home() -> str | None:
-    """None for a user whom the machine does not know, as in containers with any uid, without ``HOME``."""
+    """The home folder. None without ``HOME`` if the machine does not know the user, as in containers with an arbitrary uid."""
     if os.path.isabs(home := os.environ.get("HOME", "")):
         return home
     try:
@@ -118,23 +118,23 @@ def _make(folder: Path) -> None:
 
 
 def _check(folder: Path, forbidden: int) -> None:
-    """Raises ``PermissionError`` if another user could change what is in the folder, or put another one in its place."""
+    """Raise ``PermissionError`` if another user could change the folder's contents or replace the folder."""
     if reason := _problem(os.lstat(folder), stat.S_IFDIR, forbidden):
         raise PermissionError(errno.EPERM, reason, str(folder))
     for above in {*folder.parents, *Path(os.path.realpath(folder)).parents}:
         found = os.stat(above)
         group = found.st_mode & stat.S_IWGRP and found.st_gid != os.getegid()
         if (group or found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-            raise PermissionError(errno.EPERM, f"lies in {above}, to which other users can write", str(folder))
+            raise PermissionError(errno.EPERM, f"lies in {above}, which other users can write to", str(folder))
 
 
 def _problem(found: os.stat_result, kind: int, forbidden: int) -> str | None:
     if stat.S_IFMT(found.st_mode) != kind:
-        return "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is of another kind"
+        return "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is not of the expected kind"
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to another user (uid {found.st_uid})"
     if found.st_mode & forbidden:
-        return f"is open to other users (mode {stat.S_IMODE(found.st_mode):o}); remove it, it is made again"
+        return f"is open to other users (mode {stat.S_IMODE(found.st_mode):o}); remove it, and it is created again"
     return None
 
 
@@ -146,6 +146,6 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-@functools.cache  # once
+@functools.cache  # warns once
 def _warn(reasons: str, instead: Path) -> None:
-    logger.warning("%s; compiled libraries and measurements are kept in %s", reasons, instead)
+    logger.warning("%s; using %s for compiled libraries and measurements", reasons, instead)

@@ -1,4 +1,4 @@
-"""Locks of files and folders between the processes of a machine, which nobody waits for without end."""
+"""Locks on files and folders between the processes of a machine, always acquired with a timeout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _POLL_SECONDS = 0.1
 
 @contextmanager
 def held(path: Path, seconds: float) -> Iterator[bool]:
-    """Whether this process alone has the lock while the block runs: not if another one keeps it for ``seconds`` (such as a
-    stopped one), on a file system without locks, or where ``path`` cannot be a lock. The kernel drops the lock with its
-    process. The file is made if it is missing, never truncated, and no link is followed."""
+    """Hold the lock while the block runs. Yields whether this process has it: not if another process (perhaps a stopped one)
+    holds it for ``seconds``, if the file system has no locks, or if ``path`` cannot be a lock file. The kernel releases the
+    lock when the process ends. Creates the file if missing, never truncates it, and follows no link."""
     handle = _opened(path)
     try:
         yield handle is not None and taken(handle, seconds) is True
@@ -38,8 +38,8 @@ def _opened(path: Path) -> int | None:
 
 
 def taken(handle: int, seconds: float) -> bool | None:
-    """Whether this process now has the lock of the open file or folder: False if another one kept it for ``seconds``, None on a
-    file system, or in a sandbox, without locks."""
+    """Lock the open file or folder. True if this process now has the lock, False if another one held it for ``seconds``, None
+    on a file system or in a sandbox without locks."""
     end = time.monotonic() + seconds
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Reading arrays from an npz file of unknown origin: nothing is unpickled, and only arrays that are asked for take memory, up
-to a bound, whatever the file declares and however far it inflates.
+"""Reads arrays from untrusted npz files: unpickles nothing, and bounds the memory of each array, whatever the file declares or
+inflates to.
 
-``np.load`` allocates whatever size a header declares, NumPy inflates a header before it looks at its length, and ``zipfile``
-reads a directory whole. So each is checked here first.
+``np.load`` allocates whatever size a header declares, NumPy inflates a header before checking its length, and ``zipfile`` reads
+the whole directory at once. This module checks each of these first.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from numpy.lib import format as npy
 from sglang_uvm_offload.files import reading
 
 MAX_AT_ONCE = 1 << 17
-"""Bytes of one read: more than the comment at the end of a zip may have. A directory of so many lists some two thousand arrays,
-and ours list three."""
+"""The maximum size of one read, in bytes: more than the longest comment at the end of a zip. A directory of this size lists
+some two thousand arrays, and our files have a handful."""
 MAX_HEADER_BYTES = 10_000
-"""Of an array: NumPy parses no longer one."""
+"""The maximum size of an array's header: NumPy parses no longer one."""
 _CHUNK = 1 << 16
 
 
 class NpzError(ValueError):
-    """The file does not hold these arrays; the message has the reason."""
+    """The file does not hold the requested arrays. The message gives the reason."""
 
 
 _NOTHING: Mapping[str, int] = {}
@@ -42,9 +42,9 @@ def read(
     max_items: int = sys.maxsize,
     optional: Mapping[str, int] = _NOTHING,
 ) -> list[np.ndarray]:
-    """The arrays of a file that ``max_bytes`` names, each of at most so many bytes, and of at most ``max_items`` numbers, and
-    then those of ``optional`` that are there. Raises ``NpzError`` if it does not hold them, ``OSError`` if it cannot be
-    opened."""
+    """Read the arrays named in ``max_bytes``, followed by those named in ``optional`` that the file has. The values are each
+    array's maximum size in bytes; no array may have more than ``max_items`` numbers. Raises ``NpzError`` if an array is missing
+    or invalid, and ``OSError`` if the file cannot be opened."""
     with _opened(path) as archive:
         listed = set(archive.namelist())
         there = {name: most for name, most in optional.items() if f"{name}.npy" in listed}
@@ -52,30 +52,30 @@ def read(
 
 
 def names(path: str | os.PathLike[str]) -> set[str]:
-    """The arrays that a file lists. Raises ``NpzError`` if it is no npz file, ``OSError`` if it cannot be opened."""
+    """The names of the file's arrays. Raises ``NpzError`` if it is not an npz file, ``OSError`` if it cannot be opened."""
     with _opened(path) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[zipfile.ZipFile]:
-    """Whatever is wrong with the file raises ``NpzError``."""
+    """Open the file as a zip. Anything wrong with it, also inside the block, raises ``NpzError``."""
     with reading.open_regular(path) as file:
         try:
             with zipfile.ZipFile(_SmallReads(file)) as archive:
                 listed = archive.namelist()
                 if len(set(listed)) < len(listed):
-                    raise NpzError("an array is there twice")
+                    raise NpzError("the file has an array twice")
                 yield archive
         except NpzError:
             raise
         except Exception as error:
-            # On damaged files, zipfile, the decompressors and numpy (which has Python parse a header) raise many types.
+            # zipfile, the decompressors and NumPy (which evaluates a header) raise many types for damaged files.
             raise NpzError(f"not a readable npz file: {str(error) or type(error).__name__}") from error
 
 
 class _SmallReads:
-    """A file of which no more is read at once than ``MAX_AT_ONCE``."""
+    """A file that refuses to read more than ``MAX_AT_ONCE`` bytes at once."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -93,26 +93,26 @@ _HEADERS: dict[tuple[int, int], tuple[int, Callable[[IO[bytes]], _Header]]] = {
     (1, 0): (2, npy.read_array_header_1_0),
     (2, 0): (4, npy.read_array_header_2_0),
 }
-"""How many bytes say how long a header is, and what reads both."""
+"""By npy version: the size of the header's length field, and the parser of that field and the header."""
 
 
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Those of ``np.savez`` and ``np.savez_compressed``. Other decompressors may take as much memory as a header asks for."""
+"""What ``np.savez`` and ``np.savez_compressed`` use. Other decompressors may allocate as much memory as a header asks for."""
 
 
 def _array(archive: zipfile.ZipFile, name: str, max_bytes: int, max_items: int) -> np.ndarray:
-    """Array ``name`` of an npz, read only if its declared size is what the archive holds, and within bounds."""
+    """Read one array, if its declared size is within bounds and matches what the archive holds."""
     try:
         info = archive.getinfo(f"{name}.npy")
     except KeyError:
         raise NpzError(f"the file has no array {name}") from None
     if info.compress_type not in _COMPRESSIONS:
-        raise NpzError(f"{name} is compressed in another way than numpy does it")
+        raise NpzError(f"{name} has a compression that NumPy does not write")
     try:
         with archive.open(info) as file:
             shape, fortran, dtype = _header(file, name)
             if dtype.kind not in "biufc":
-                raise NpzError(f"{name} is not a plain array: it is of {dtype}"[:200])
+                raise NpzError(f"{name} is not a plain array: its type is {dtype}"[:200])
             items = math.prod(shape)
             nbytes = items * dtype.itemsize
             if nbytes > max_bytes:
@@ -120,7 +120,7 @@ def _array(archive: zipfile.ZipFile, name: str, max_bytes: int, max_items: int) 
             if items > max_items:
                 raise NpzError(f"{name} {list(shape)} has {items} numbers, more than {max_items}")
             if info.file_size != file.tell() + nbytes:
-                raise NpzError(f"{name} declares {list(shape)} of {dtype}, and has {info.file_size} bytes")
+                raise NpzError(f"{name} declares {list(shape)} of {dtype}, but has {info.file_size} bytes")
             return np.ndarray(shape, dtype, _content(file, nbytes), order="F" if fortran else "C")
     except NpzError:
         raise
@@ -140,7 +140,7 @@ def _header(file: IO[bytes], name: str) -> _Header:
 
 
 def _content(file: IO[bytes], nbytes: int) -> np.ndarray:
-    """The bytes that follow, up to the end, where their checksum is compared."""
+    """The remaining bytes. Reading to the end has ``zipfile`` verify the checksum."""
     content = np.empty(nbytes, dtype=np.uint8)
     for at in range(0, nbytes, _CHUNK):
         wanted = content[at : at + _CHUNK]

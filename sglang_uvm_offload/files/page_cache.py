@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SAMPLES = 64
-"""Places of a file that are looked at to say whether it is cached."""
+"""How many places of a file are sampled to decide whether it is cached."""
 
 
 def give_back(folder: Path) -> int:
-    """Drop the cached pages of the folder's safetensors files, and return the bytes of these files. Pages that any process
-    has mapped or that are not written yet stay (posix_fadvise(2), POSIX_FADV_DONTNEED). Files that cannot be opened, or whose
-    file system takes no such advice, are left out: their pages stay, as without the call."""
+    """Drop the cached pages of the folder's safetensors files, and return the total size of these files in bytes. Pages that a
+    process has mapped, or that are not written back yet, stay cached (posix_fadvise(2), POSIX_FADV_DONTNEED). Skips files that
+    cannot be opened or whose file system rejects the advice."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
@@ -24,8 +24,8 @@ def give_back(folder: Path) -> int:
 
 
 def is_cached(paths: Sequence[str]) -> bool:
-    """Whether a sample of each file is cached. Reads nothing from a disk (preadv2(2), RWF_NOWAIT). False where a file cannot be
-    opened, or its file system cannot tell."""
+    """Whether a sample of every file is cached. Reads nothing from disk (preadv2(2), RWF_NOWAIT). False if a file cannot be
+    opened or its file system does not support the check."""
     try:
         return all(_is_cached(path) for path in paths)
     except OSError:

@@ -1,4 +1,4 @@
-"""Asks the kernel for parts of files before a reader comes to them."""
+"""Asks the kernel to read parts of files ahead of their reader."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 WINDOW = 1 << 30
-"""Bytes that are asked for and not read yet, at most: what a fast drive delivers in some tenths of a second. Where memory is
-short, pages that nobody has used yet are the first that the kernel takes back."""
+"""The maximum number of bytes requested but not read yet: what a fast drive delivers in some tenths of a second. When memory is
+short, the kernel reclaims unused pages first."""
 TURN = 8 << 20
-"""Bytes in a row that one of several readers asks for."""
+"""Contiguous bytes that one of several readers requests at a time."""
 AT_ONCE = 4
-"""So many times the bytes just read, or turns, are asked for: the reader need not wait until a whole window is."""
+"""Each read requests at most this many times its own size (or this many turns), so that the first reads need not wait for a
+whole window of requests."""
 REQUEST = 128 << 10
-"""Bytes of one request where the device does not say how far it reads ahead: the kernel's default."""
+"""The size of one request if the device does not report its read-ahead: the kernel's default."""
 
 
 class Part(NamedTuple):
@@ -26,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Reader ``number`` of ``readers`` of the same parts at about the same pace: each asks for its turns."""
+    """Reader ``number`` of ``readers`` that read the same parts at about the same pace. Each requests its own turns."""
 
     number: int
     readers: int
@@ -36,8 +37,8 @@ ALONE = Share(0, 1)
 
 
 class ReadAhead:
-    """``parts``: in the order in which they will be read. What cannot be asked for, or a file system that takes no advice, is
-    read when the reader comes to it, as without this."""
+    """Requests ``parts``, which are in reading order, up to ``window`` bytes ahead of the reader. Parts that cannot be
+    requested, such as those on a file system that ignores the advice, are read when the reader gets to them."""
 
     def __init__(self, parts: Iterable[Part], share: Share = ALONE, window: int = WINDOW):
         self._requests = _requests(parts)
@@ -47,7 +48,7 @@ class ReadAhead:
         self._path, self._file = "", -1
 
     def read(self, nbytes: int) -> None:
-        """The reader has gone on by ``nbytes``."""
+        """Note that the reader has advanced by ``nbytes``, and request what comes next."""
         self._read += nbytes
         until = min(self._read + self._window, max(self._read, self._asked) + AT_ONCE * max(nbytes, TURN))
         while self._asked < until and (part := next(self._requests, None)) is not None:
@@ -79,12 +80,12 @@ def _requests(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def request_bytes(path: str) -> int:
-    """What one request may ask for: the device's own read-ahead, beyond which the kernel drops the rest (mm/readahead.c,
-    ``force_page_cache_ra``)."""
+    """The size of one request for this file: the device's read-ahead, because the kernel drops the rest of a longer request
+    (mm/readahead.c, ``force_page_cache_ra``)."""
     with contextlib.suppress(OSError):
         number = os.stat(path).st_dev
         device = f"{os.major(number)}:{os.minor(number)}"
-        for folder in (f"/sys/class/bdi/{device}", f"/sys/dev/block/{device}/../queue"):  # a partition has its disk's
+        for folder in (f"/sys/class/bdi/{device}", f"/sys/dev/block/{device}/../queue"):  # a partition uses its disk's queue
             with contextlib.suppress(OSError, ValueError):
                 return min(max(int(Path(folder, "read_ahead_kb").read_text()) << 10, REQUEST), TURN)
     return REQUEST

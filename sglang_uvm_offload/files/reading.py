@@ -1,6 +1,6 @@
-"""Reading files of unknown origin: regular files only, and no more than a given size.
+"""Reads untrusted files: regular files only, up to a given size.
 
-Opening a pipe waits for a writer, reading a device may never end, and opening one may do something; so neither is opened.
+Opening a pipe waits for a writer, reading a device may never end, and opening one may have side effects, so neither is opened.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ _KINDS = {
 
 
 def printable(text: str) -> str:
-    """``text`` of unknown origin as it may be shown in a terminal, a log or a page: ``?`` for each character that cannot be
-    printed."""
+    """Untrusted ``text``, made safe for a terminal, a log or a page: every unprintable character becomes ``?``."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for text of several lines. Bytes of file names that are no text (surrogates) stay: streams escape those."""
+    """The same for text of several lines. Surrogates (undecodable bytes of file names) stay, because streams escape them."""
     kept = re.compile("[\n\ud800-\udfff]")
     return "".join(letter if kept.match(letter) else printable(letter) for letter in text.expandtabs())
 
 
 def special_kind(mode: int) -> str | None:
-    """What a file with the mode ``mode`` is, such as "a pipe"; None for a regular file."""
+    """The kind of a special file with this ``mode``, such as "a pipe"; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file (or a link to one) for reading, without ever waiting. Raises ``OSError``, whose ``strerror`` is the
-    reason, for anything else."""
+    """Open a regular file, or a link to one, for reading. Never blocks. Raises ``OSError`` for anything else, with the reason
+    in ``strerror``."""
     try:
         _check(os.stat(path), path)
-        # Another file may have taken its place since.
+        # Another file may have replaced it since, hence O_NONBLOCK and the second check.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except ValueError as error:  # a NUL character, or one that no file name can have
+    except ValueError as error:  # NUL, or a character that no file name can have
         raise OSError(errno.EINVAL, f"not a path: {error}", repr(path)) from error
     try:
         _check(os.fstat(handle), path)
@@ -58,9 +57,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read(path: Path, max_bytes: int) -> bytes:
-    """The contents of a regular file. Raises ``OSError``, also for more than ``max_bytes``."""
+    """The contents of a regular file. Raises ``OSError``, also if it is larger than ``max_bytes``."""
     with open_regular(path) as file:
-        # None comes from files of the kernel that have nothing yet, such as /proc/kmsg.
+        # Kernel files that have no data yet, such as /proc/kmsg, return None.
         data: bytes | None = file.read(max_bytes + 1)
     if data is not None and len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", os.fspath(path))
@@ -70,7 +69,7 @@ def read(path: Path, max_bytes: int) -> bytes:
 def _check(found: os.stat_result, path: Path) -> None:
     kind = special_kind(found.st_mode)
     if kind == _FOLDER:
-        raise IsADirectoryError(errno.EISDIR, "a folder, where a file is expected", os.fspath(path))
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file", os.fspath(path))
     if kind is not None:
         reason = f"not a regular file but {kind}; save its contents to a file and give that"
         raise OSError(errno.EINVAL, reason, os.fspath(path))

@@ -1,7 +1,7 @@
 """Runs the policy, moves experts, and accounts for where steps were served from.
 
-In reading order: ``budget`` divides VRAM between ranks' residents, slots, buffers and cache; ``model`` is the layers of a model
-as arrays; ``placement`` chooses what is resident at load. While serving, ``manager`` does between steps what is due: ``ledger``
-reads the counts, ``adaptation`` decides on them, ``residents`` holds what was decided, ``mover`` moves, and ``rearranging``
-follows SGLang. ``evictions``, ``history`` and ``status`` tell how it goes.
+In reading order: ``budget`` divides each rank's VRAM between residents, slots, stream buffers and the KV cache; ``model`` holds
+the layers of a model as arrays; ``placement`` chooses the residents at load. While serving, ``manager`` runs whatever is due
+between steps: ``ledger`` reads the counts, ``adaptation`` decides, ``residents`` holds the decision, ``mover`` moves experts,
+and ``rearranging`` follows SGLang's EPLB. ``evictions``, ``history`` and ``status`` report on it.
 """

@@ -1,5 +1,4 @@
-"""Continuous adaptation: the policy chooses residents from the live counts, on a thread of its own, and goes on while experts
-move on another one."""
+"""Continuous adaptation: the policy chooses residents from live counts on its own thread, while another one moves experts."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, PendingCounts, Phase, RoutingCounts
 
 MOVE_BYTES_PER_S = 4 << 30
-"""The rate limit of promotions: a small part of a PCIe link, so that moves do not starve zero-copy reads."""
+"""The rate limit of promotions: a small share of a PCIe link, so that moves do not starve zero-copy reads."""
 MOVE_SHARE = 0.08
-"""The same as a share of the copy engine's measured rate, where that is less: of PCIe 5 x16 it is as much."""
+"""The limit on slower links, as a share of the copy engine's measured rate. On PCIe 5 x16 both limits are equal."""
 BURST_SECONDS = 0.02
-"""How long an unused allowance accumulates. Long bursts move what a later decision would not
+"""How long an unused allowance accumulates. Longer bursts make moves that a later decision would not
 (benchmarks/results/policy/moving.md)."""
 
 
 class Adaptation:
-    """The policy over one model's layers, one decision at a time. It runs only on the rank that decides for its peers. A
-    decision submitted at one poll is collected at the next, or at the first poll by which it is ready. Counts are polled before
-    every step: with fewer polls, residents follow the traffic less well (benchmarks/results/policy/tunings.md)."""
+    """Runs the policy over one model's layers, one decision at a time, on the rank that decides for its peers. A decision
+    submitted at one poll is collected at the first later poll that finds it ready. Counts are polled before every step, because
+    residents follow the traffic less well with fewer polls (benchmarks/results/policy/tunings.md)."""
 
     def __init__(
         self,
@@ -41,10 +40,10 @@ class Adaptation:
         clock: Callable[[], float],
         executor: Executor,
     ):
-        """Counts up to ``start`` are ignored. ``history`` holds earlier counts for these experts, the oldest first (a profile):
-        the forecast begins with it, until live traffic outweighs it. The VRAM that is taken now is the budget.
-        ``coactivation``: whether the forecast also uses which experts are used together, or their own past alone. ``link``: as
-        measured. ``executor`` runs one task after the other."""
+        """Counts up to ``start`` are ignored. ``history`` holds earlier counts of these experts, oldest first, such as a
+        profile: the forecast starts from it until live traffic outweighs it. The VRAM in use now becomes the budget.
+        ``coactivation``: whether the forecast uses which experts are used together, in addition to each expert's own past.
+        ``link``: the measured rates. ``executor`` runs one task at a time."""
         self._seen = start
         tuning = TUNING if coactivation else replace(TUNING, directions=0)
         self._policy = AdaptivePolicy(_budget_of(model), model.candidates(), tuning=tuning)
@@ -54,18 +53,18 @@ class Adaptation:
         self._bytes_per_s = MOVE_BYTES_PER_S if link is None else min(MOVE_BYTES_PER_S, MOVE_SHARE * link.engine * 1e9)
         self._burst = max(BURST_SECONDS * self._bytes_per_s, int(self._policy.budget.extents.nbytes.max(initial=1)))
         self._allowance = 0.0
-        """Bytes that may be promoted now."""
+        """How many bytes may be promoted now."""
         self._refilled_at = clock()
         self._next: Future[np.ndarray | None] | None = None
         self._due = False
-        """Whether the last decision was collected, and the next one is to be submitted."""
+        """Whether the last decision was collected, so that the next one can be submitted."""
         self._dropped = False
-        """Whether ``_next`` was made for residents that have changed since."""
+        """Whether the residents have changed since ``_next`` was submitted, which makes it stale."""
         self._replaced: ModelExperts | None = None
-        """The model, if its tensors were replaced since ``_next`` was submitted."""
+        """The model, if its tensors have been replaced since ``_next`` was submitted."""
 
     def collect(self, resident: np.ndarray) -> np.ndarray | None:
-        """``bool[extents]``: the residents to move to from ``resident``; None for no change, or while the decision is not
+        """The residents to move to from ``resident``, ``bool[extents]``. None for no change, or while the decision is not
         ready. Raises what the decision raised."""
         after = None
         if self._next is not None:
@@ -80,25 +79,25 @@ class Adaptation:
         return after
 
     def submit(self, pending: PendingCounts, resident: np.ndarray, may_move: bool, moving: bool) -> None:
-        """Begin the next decision, once the last one was collected: on the counts ``pending``, from the residents that the last
-        move makes. Without ``may_move``, or while experts are ``moving``, it observes the counts and moves nothing: residents
-        that wait for other moves would be late when they arrive. The budget of new tensors is known once nothing moves."""
+        """Begin the next decision once the last one was collected, from the counts ``pending`` and the residents after the last
+        move. Without ``may_move``, or while experts are ``moving``, it observes the counts but moves nothing: moves that queue
+        behind others would come too late. The budget of replaced tensors is known only once no move is in progress."""
         if not self._due or (moving and self._replaced is not None):
             return
         self._due = False
         self._refill()
         if self._replaced is not None:
-            # No decision runs here, and nothing moves. The forecast is of experts, so it stays.
+            # No decision runs and nothing moves now. The forecast is per expert, so it stays valid.
             self._policy.budget, self._replaced = _budget_of(self._replaced), None
         max_bytes = self._allowance if may_move and not moving else 0.0
         self._next = self._executor.submit(self._decide_on, pending, resident, max_bytes)
 
     def drop(self) -> None:
-        """Discard the submitted decision, because residents change for another reason. An error of it is still raised."""
+        """Discard the submitted decision, because residents change for another reason. ``collect`` still raises its error."""
         self._dropped = self._next is not None
 
     def follow(self, model: ModelExperts) -> None:
-        """Decide on the present extents of ``model``, whose tensors were replaced."""
+        """Decide on the current extents of ``model`` from now on, because its tensors were replaced."""
         self.drop()
         self._replaced = model
 
@@ -106,8 +105,8 @@ class Adaptation:
         return self.decide(pending.wait(), resident, max_bytes)
 
     def decide(self, counts: RoutingCounts, resident: np.ndarray, max_bytes: float) -> np.ndarray | None:
-        """The residents to move to after ``counts`` (totals since the start), ``bool[extents]``; None to keep ``resident``.
-        Promotes at most ``max_bytes``."""
+        """The residents to move to, given ``counts`` (totals since the start), as ``bool[extents]``. None to keep
+        ``resident``. Promotes at most ``max_bytes``."""
         new = counts.since(self._seen)
         self._seen = counts
         self._policy.observe(*_policy_input(new))
@@ -123,12 +122,12 @@ class Adaptation:
 
 
 def _budget_of(model: ModelExperts) -> Budget:
-    """The VRAM of the movable residents. Each layer keeps what one expert takes, or all that it has."""
+    """The VRAM of the movable residents. Each layer keeps at least one expert's bytes, or all it has if that is less."""
     extents, movable = model.extents, model.movable()
     used = extents.bytes_by_layer(model.resident_extents() & movable)
     return Budget(extents, movable, int(used.sum()), np.minimum(np.maximum(model.expert_bytes, 1), used))
 
 
 def _policy_input(counts: RoutingCounts) -> tuple[np.ndarray, int, np.ndarray]:
-    """Activations in decode steps, the number of these steps, and routed prefill tokens."""
+    """The policy's input: decode activations, the number of decode steps, and routed prefill tokens."""
     return counts.counts[:, Phase.DECODE, ACTIVATIONS], counts.steps[Phase.DECODE], counts.counts[:, Phase.PREFILL, ROUTED]

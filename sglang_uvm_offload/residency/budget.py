@@ -1,6 +1,7 @@
 """Divides the VRAM of a launch's ranks between residents, slots, stream buffers and the KV cache.
 
-Pure: every rank calls it with the numbers of all ranks, as measured once the model is built, and so they agree.
+All functions are pure. Every rank calls them with the numbers that all ranks measured once the model was built, so all ranks
+get the same result.
 """
 
 from __future__ import annotations
@@ -25,62 +26,62 @@ _N, _SLOTS, _STREAM_GB = flag_name("num_resident"), flag_name("slots"), flag_nam
 ONE_MEMORY = "GPU and CPU share one memory: an offloaded expert takes as much of it as a resident one"
 
 LEAST_RESIDENTS = 2
-"""Residents below this many times the experts of a token serve little of it: a study of 20 models finds the useful size of an
-expert cache at about twice the active experts (arXiv 2505.16056)."""
+"""With fewer residents than this many times a token's experts, residents serve few activations: a study of 20 models finds that
+an expert cache becomes useful at about twice the active experts (arXiv 2505.16056)."""
 
 MOST_BUFFERS = 2
-"""One is filled for the next layer while a layer computes from the other."""
+"""Two: one is filled for the next layer while a layer computes from the other."""
 
 DRIVER_BYTES = 128 << 20
-"""VRAM that the driver may hold beyond managed pages: it takes VRAM in batches of as much (measured on an H200; GPU_STATUS.md).
-"""
+"""VRAM that the driver may hold beyond managed pages: it allocates VRAM in batches of this size (measured on an H200;
+GPU_STATUS.md)."""
 
 
 class RankBudget(Struct, frozen=True):
-    """What one rank has and needs, in bytes."""
+    """What one rank has and needs. Sizes are in bytes."""
 
     name: str
-    """As in "GPU 0 (rank 0)"."""
+    """The rank's name in messages, such as "GPU 0 (rank 0)"."""
     free: int
-    """VRAM for experts, stream buffers and KV cache, by --mem-fraction-static less the headroom."""
+    """VRAM for experts, stream buffers and the KV cache: --mem-fraction-static minus the headroom."""
     cache: int
-    """KV cache and states that the launch asks for."""
+    """The KV cache and per-request states that the launch asks for."""
     cache_of_requests: int
-    """The part of ``cache`` that fewer tokens leave as it is."""
+    """The part of ``cache`` that does not shrink with fewer tokens."""
     least_cache: int
-    """Those without which SGLang does not start."""
+    """The smallest KV cache and states with which SGLang starts."""
     experts: ExpertSizes
     buffer: int
-    """Of one stream buffer: the largest layer."""
+    """The size of one stream buffer: that of the largest layer."""
     gpu: int
-    """On its machine."""
+    """The index of its GPU on the machine."""
     node: int
-    """The machine."""
+    """The index of the machine."""
     host: int
-    """Host RAM that is available on it."""
+    """Available host RAM on the machine."""
     host_held: int = 0
-    """What its offloaded experts have taken of it by now."""
+    """Host RAM that its offloaded experts already occupy."""
     host_cache: int = 0
-    """Its part of the hierarchical cache."""
+    """Host RAM for its part of the hierarchical cache."""
     host_process: int = 0
-    """What its process is yet to take."""
+    """Host RAM that its process has yet to allocate."""
     host_tables: int = 0
-    """Its part of lookup tables that are yet to be made."""
+    """Host RAM for its part of lookup tables that are not allocated yet."""
     computes_from_slots: bool = True
-    """Whether any of its layers does."""
+    """Whether any of its layers can compute from slots."""
     buffer_beside_slots: int = 0
-    """Of one stream buffer for the layers that do not, where the others stream into slots."""
+    """The size of one stream buffer for the layers that cannot, while the others stream into slots."""
     one_memory: bool = False
-    """Whether the GPU has the host's memory."""
+    """Whether GPU and host share one memory."""
 
     def buffer_with(self, slots: int) -> int:
-        """Of one stream buffer beside so many slots of a layer; 0 if none is needed."""
+        """The size of one stream buffer beside ``slots`` slots a layer; 0 if none is needed."""
         return self.buffer_beside_slots if self.experts.streams_into(slots) else self.buffer
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the flags say."""
+    """What the flags ask for."""
 
     num_resident: int | None
     """None for ``auto``."""
@@ -89,17 +90,17 @@ class Asked:
     """None for ``auto``."""
     top_k: int
     streams: Callable[[int, int], bool]
-    """Whether a step may stream, given the residents and the slots of a layer."""
+    """Whether any step may stream, given the residents and slots of a layer."""
     demand: str
-    """What the KV cache is for."""
+    """What the KV cache is sized for, in the words of the flags."""
     cache_tokens: int
     converts: bool = False
-    """Whether the experts are smaller once they are loaded: begin with as many as fit before."""
+    """Whether experts shrink after loading. The launch then begins with as many residents as fit before that."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """Of a layer's experts, over all ranks that share it."""
+    """How a layer's experts are divided, over all ranks that share the layer."""
 
     num_resident: int
     slots: int
@@ -107,16 +108,16 @@ class Division:
 
 
 def divide(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
-    """The numbers to serve with, equal for all ranks. Raises ``FlagError`` with the numbers of the rank that is short of VRAM,
-    or of the machine that is short of host RAM."""
+    """The division to serve with, the same on all ranks. Raises ``FlagError`` with the numbers of the rank that lacks VRAM, or
+    of the machine that lacks host RAM."""
     if asked.num_resident is not None:
         return _as_given(asked, asked.num_resident, ranks)
     return _most(asked, ranks)
 
 
 def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> Division:
-    """The division for ``ranks`` as measured again, once all is loaded: slots and buffers are still to be placed. Raises
-    ``FlagError`` if there is none, or a number that a flag gives does not fit."""
+    """The division for ``ranks`` as measured again after loading, before slots and buffers are allocated. Raises ``FlagError``
+    if none fits, or if a number that a flag gives does not fit."""
     if asked.num_resident is None:
         return _most(asked, ranks)
     if short := _short_of_vram(asked.num_resident, now.slots, now.buffers, ranks, ""):
@@ -125,8 +126,8 @@ def corrected(now: Division, asked: Asked, ranks: Sequence[RankBudget]) -> Divis
 
 
 def most_residents(slots: int, buffers: int, ranks: Sequence[RankBudget]) -> int | None:
-    """The most residents beside which all ranks hold the cache that is asked for, with these slots and buffers; None if not
-    even none."""
+    """The largest number of residents with which all ranks also hold the requested cache, these slots and these buffers. None
+    if they do not fit even without residents."""
     return _largest(ranks[0].experts.num_places + 1, lambda n: _fits(n, slots, buffers, ranks))
 
 
@@ -167,8 +168,8 @@ def _most(asked: Asked, ranks: Sequence[RankBudget]) -> Division:
 
 
 def _that_host_ram_holds(residents: int, slots: int, rows: int, ranks: Sequence[RankBudget]) -> tuple[int, int]:
-    """Fewer slots, and more residents in their place, where host RAM holds no more: it also holds what slots do. Residents in
-    whole groups, if so many fit."""
+    """Replace slots with residents until host RAM holds the offloaded experts: it also keeps what slots hold. Round the
+    residents up to whole groups, if they fit."""
     while slots and _short_of_host(residents, slots, ranks):
         residents, slots = rows - slots + 1, slots - 1
     in_groups = round_up(residents, math.lcm(*(rank.experts.group for rank in ranks)))
@@ -202,7 +203,7 @@ def _as_given(asked: Asked, n: int, ranks: Sequence[RankBudget]) -> Division:
 
 
 def buffers_in(gib: float, layer_bytes: int) -> int:
-    """How many whole buffers of ``layer_bytes`` fit in ``gib`` GiB; 0 if no layer streams."""
+    """How many buffers of ``layer_bytes`` fit in ``gib`` GiB; 0 if no layer streams."""
     return min(MOST_BUFFERS, int(gib * (1 << 30)) // layer_bytes) if layer_bytes else 0
 
 
@@ -211,12 +212,12 @@ def _buffers_in(gib: float, slots: int, ranks: Sequence[RankBudget]) -> int:
 
 
 def _needed_buffers(count: int, slots: int, ranks: Sequence[RankBudget]) -> int:
-    """``count``, or 0 where all layers stream into slots."""
+    """``count``, or 0 if all layers stream into slots."""
     return count if any(rank.buffer_with(slots) for rank in ranks) else 0
 
 
 def _fits(residents: int, slots: int, buffers: int, ranks: Sequence[RankBudget]) -> bool:
-    """Next to the cache that is asked for."""
+    """Whether they fit on every rank next to the requested cache."""
     return all(_needed(residents, slots, buffers, rank) + DRIVER_BYTES + rank.cache <= rank.free for rank in ranks)
 
 
@@ -227,7 +228,7 @@ def _needed(residents: int, slots: int, buffers: int, rank: RankBudget) -> int:
 
 
 def _short_of_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget], stream_gb: str) -> str:
-    """Why N residents certainly do not fit on the rank that is shortest; "" if they may."""
+    """Why N residents do not fit on the rank with the least VRAM to spare; "" if they may fit."""
 
     def spare(residents: int, rank: RankBudget) -> int:
         return rank.free - rank.least_cache - _needed(residents, slots, buffers, rank)
@@ -252,7 +253,7 @@ def _short_of_vram(n: int, slots: int, buffers: int, ranks: Sequence[RankBudget]
 
 
 def _no_room(asked: Asked, ranks: Sequence[RankBudget], slots: int, buffers: int) -> str:
-    """Why ``auto`` finds no number."""
+    """Why ``auto`` finds no number that fits."""
     rank = min(ranks, key=lambda each: each.free - each.cache - _needed(0, slots, buffers, each))
     room = rank.free - DRIVER_BYTES - _needed(0, slots, buffers, rank)
     text = (
@@ -273,18 +274,18 @@ def _no_room(asked: Asked, ranks: Sequence[RankBudget], slots: int, buffers: int
 
 
 def _tokens(asked: Asked, rank: RankBudget, slots: int, buffers: int) -> int:
-    """Of the cache that fits without any resident."""
+    """How many tokens of KV cache fit on the rank without residents."""
     room = rank.free - DRIVER_BYTES - _needed(0, slots, buffers, rank) - rank.cache_of_requests
     growing = rank.cache - rank.cache_of_requests
     return int(asked.cache_tokens * max(0, min(room, growing)) / growing) if growing > 0 else 0
 
 
 def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> str:
-    """Why a machine's host RAM cannot hold what is offloaded; "" if every one can."""
+    """Why a machine's host RAM cannot hold the offloaded experts; "" if all machines can."""
     for node in sorted({rank.node for rank in ranks}):
         local = [rank for rank in ranks if rank.node == node]
         if local[0].one_memory:
-            continue  # counted with the VRAM
+            continue  # counted as VRAM
         need = HostNeed(
             *(sum(rank.experts.offloaded[residents] for rank in local), sum(rank.host_cache for rank in local)),
             *(sum(rank.host_process for rank in local), sum(rank.host_tables for rank in local)),
@@ -304,5 +305,5 @@ def _short_of_host(residents: int, slots: int, ranks: Sequence[RankBudget]) -> s
 
 
 def _largest(stop: int, holds: Callable[[int], bool]) -> int | None:
-    """The largest number below ``stop`` for which ``holds``, None if there is none."""
+    """The largest number below ``stop`` for which ``holds`` returns True; None if there is none."""
     return next((number for number in range(stop - 1, -1, -1) if holds(number)), None)

@@ -1,4 +1,4 @@
-"""The KV cache that ``auto`` leaves room for: what flags ask for, and what is assumed without them."""
+"""How much KV cache ``auto`` leaves room for: what the flags ask for, with assumptions where they say nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from sglang_uvm_offload.memory.layout import round_up
 
 DEFAULT_KV_TOKENS = 32768
-"""Tokens of KV cache that ``auto`` leaves on each rank if no flag sets them: one request of as many tokens, as long as those
-that the ``plan`` command assumes, or several shorter ones."""
+"""Tokens of KV cache that ``auto`` leaves room for on each rank if no flag sets them: one request of this length, which is also
+what ``plan`` assumes, or several shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -16,27 +16,27 @@ class Demand:
     model_context: int
     """The longest request that SGLang accepts, in tokens."""
     context_length: int | None = None
-    """As the user gave it, and so are the next two."""
+    """This and the next two are as the user gave them."""
     max_running_requests: int | None = None
-    """Of all replicas or attention groups together."""
+    """The total over all replicas or attention groups."""
     max_total_tokens: int | None = None
-    """Of one rank."""
+    """The tokens on one rank."""
     page_tokens: int = 64
 
     @property
     def context(self) -> int:
-        """Tokens of one request: few requests are as long as the contexts that models allow."""
+        """Tokens of one request. Without a flag, it is capped: few requests fill the context that a model allows."""
         return self.context_length or min(self.model_context, DEFAULT_KV_TOKENS)
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens of KV cache on each rank, None for requests x context."""
+        """Tokens of KV cache on each rank; None if they follow from requests x context."""
         if self.max_total_tokens is not None or self.max_running_requests is not None:
             return self.max_total_tokens
         return max(round_up(self.context, self.page_tokens), DEFAULT_KV_TOKENS)
 
     def requests_of_rank(self, groups: int) -> int:
-        """``groups``: replicas or attention groups that share the requests."""
+        """Requests on one rank, if ``groups`` replicas or attention groups share them."""
         return -(-(self.max_running_requests or 1) // groups)
 
     def tokens_of_rank(self, groups: int) -> int:
@@ -44,7 +44,7 @@ class Demand:
         return round_up(self.context, self.page_tokens) * self.requests_of_rank(groups) if given is None else given
 
     def __str__(self) -> str:
-        """In the words of the flags: what was given, and what was assumed."""
+        """What was given and what was assumed, in the words of the flags."""
         if self.max_total_tokens is not None:
             return "as --max-total-tokens gives them"
         given = {"--max-running-requests": self.max_running_requests, "--context-length": self.context_length}

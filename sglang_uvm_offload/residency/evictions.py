@@ -1,4 +1,4 @@
-"""Noticing evictions: when VRAM runs short, the driver silently evicts resident experts."""
+"""Detects evictions: when VRAM runs short, the driver silently evicts resident experts."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from sglang_uvm_offload.units import size
 logger = logging.getLogger(__name__)
 
 FIRST_BLOCKS, MAX_BLOCKS = 64, 4096
-"""Blocks read at first, and in all. Twice as many each time, until some are missing: a read brings a missing block back, and
-may evict another one for it."""
+"""How many blocks a check reads at first, and at most. It doubles the number until some are missing, and starts small because
+reading a missing block brings it back and may evict another one."""
 ENOUGH_MISSING = 8
 ROOM_BYTES = 1 << 30
-"""With more VRAM free the driver has nothing to evict for (on an H100 it began with 44 MiB free), and what it evicted before
-comes back to stay when a step reads it."""
+"""With more free VRAM than this, the driver has no reason to evict (on an H100 it began at 44 MiB free), and blocks that it
+evicted earlier return for good when a step reads them."""
 CHANCE_BLOCKS, CHANCE_SHARE = 2, 0.005
-"""So many blocks, or such a share of a check's, may have been read slowly by chance."""
+"""Up to this many blocks, or this share of a check's blocks, may read slowly by chance."""
 
 
 class Evictions:
-    """Checks whether residents are in VRAM, at a random sample of their blocks."""
+    """Checks a random sample of the residents' blocks for whether they are in VRAM."""
 
     def __init__(self, memory: Memory, headroom_gb: float):
         self._memory = memory
         self._headroom_gb = headroom_gb
         self._random = np.random.default_rng()
         self._worst = 0.0
-        """The largest share that the log has shown."""
+        """The largest evicted share logged so far."""
         self._failed = False
         self.evicted_bytes: int | None = None
-        """Bytes of residents that were not in VRAM at the last check that could tell, by the share of its sample. None before
-        the first."""
+        """Bytes of residents outside VRAM, extrapolated from the sample of the last conclusive check. None before the first."""
 
     def check(self, layers: Sequence[ExpertLayer]) -> None:
-        """Check once: some reads of the GPU. Waits for them; never raises, because serving does not depend on it. The first
-        failure ends all checks."""
+        """Check once, which takes some reads by the GPU, and wait for them. Never raises, because serving does not depend on
+        it. The first failure disables further checks."""
         if self._failed:
             return
         try:
             share = self._share(layers)
         except (Exception, SystemExit) as error:
-            # Logged with its trace; a GPU error recurs at the next step and ends the process there.
+            # Logged with its traceback. A GPU error recurs in the next step and ends the process there.
             self._failed, self.evicted_bytes = True, None
-            logger.warning("Expert offload: whether residents are evicted can no longer be told", exc_info=error)
+            logger.warning("Expert offload: eviction checks disabled after an error", exc_info=error)
             return
         if share is None:
             return
@@ -60,9 +59,9 @@ class Evictions:
             self._worst = share
             logger.warning(
                 "Expert offload: about %s of the %s of resident experts were evicted from VRAM, because something else needed "
-                "it. Steps that use them wait for them to come back; outputs are not affected, and hit rates still count them "
-                "as resident. To end it, leave more VRAM free: a larger %s (now %g), fewer resident experts, or fewer other "
-                "users of this GPU.",
+                "it. Steps that use them wait for them to be read back; outputs are not affected, and hit rates still count "
+                "them as resident. To prevent this, leave more VRAM free: use a larger %s (now %g), fewer resident experts, or "
+                "fewer other users of this GPU.",
                 size(share * resident),
                 size(resident),
                 flag_name("headroom_gb"),
@@ -70,8 +69,8 @@ class Evictions:
             )
 
     def _share(self, layers: Sequence[ExpertLayer]) -> float | None:
-        """The share of residents' blocks that are not in VRAM, None where that cannot be told."""
-        # The first look is made anyway: what looks need is allocated before a step runs.
+        """The share of the residents' blocks that are not in VRAM; None if the check is inconclusive."""
+        # The first check always runs, so that its allocations happen before the first step.
         if self.evicted_bytes is not None and self._memory.info().device_free > ROOM_BYTES:
             return 0.0
         sample = self._sample([tensor for layer in layers for tensor in layer.tensors])
@@ -86,7 +85,7 @@ class Evictions:
         return missing / read if missing > max(CHANCE_BLOCKS, CHANCE_SHARE * read) else 0.0
 
     def _sample(self, tensors: Sequence[ExpertTensor]) -> list[tuple[ManagedRange, int]]:
-        """Blocks of residents at random, no more than ``MAX_BLOCKS``."""
+        """At most ``MAX_BLOCKS`` random blocks of residents."""
         offsets = [tensor.layout.blocks(tensor.resident) for tensor in tensors]
         ends = np.cumsum([0, *map(len, offsets)])
         chosen = self._random.choice(ends[-1], min(MAX_BLOCKS, ends[-1]), replace=False)

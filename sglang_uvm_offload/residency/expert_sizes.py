@@ -1,4 +1,4 @@
-"""Bytes of a rank's experts, by how many of a layer's are in VRAM."""
+"""Sizes of a rank's experts in VRAM and host RAM, by the number of a layer's residents or slots."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from sglang_uvm_offload.memory.layout import ExpertLayout, experts_of_a_group, r
 
 
 class ExpertSizes(Struct, frozen=True):
-    """Bytes of a rank's experts over all its layers, by the number of a layer's residents or slots, over all ranks that share
-    it: lists of one more than there are places."""
+    """Bytes of a rank's experts over all its layers. Lists are indexed by the number of residents or slots of a layer over all
+    ranks that share it, from 0 to the number of places."""
 
     resident: list[int]
-    """VRAM of residents, in whole blocks."""
+    """VRAM of the residents, in whole blocks."""
     slots: list[int]
-    """VRAM of slots: as many on average, in pools that layers of one shape share."""
+    """VRAM of the slots, which layers of one shape share in a pool. The index is their average number per layer."""
     offloaded: list[int]
-    """Host RAM of what is not resident."""
+    """Host RAM of the offloaded experts."""
     slots_to_stream: int = 0
-    """From how many slots of a layer on pools hold the experts of two of their layers, so that a step may stream into them;
-    ``NEVER`` if no number does. Pools of few layers never do and do not count."""
+    """The smallest number of slots per layer at which every pool holds the experts of two layers, so that steps may stream
+    into slots; ``NEVER`` if no number suffices. Pools of too few layers to ever hold them do not count."""
     group: int = 1
-    """So many experts of a layer, over all ranks that share it, are whole blocks where residents pay by as many."""
+    """How many experts of a layer, over all ranks that share it, together fill whole blocks. Residents chosen in groups waste
+    no VRAM if the groups have this size."""
 
     def streams_into(self, slots: int) -> bool:
-        """Whether steps stream into so many slots of a layer, and need no buffers."""
+        """Whether steps stream into the slots, if each layer has this many, and need no buffers."""
         return 0 < self.slots_to_stream <= slots
 
     @property
@@ -49,17 +50,17 @@ class LayerExperts:
     """The experts of one layer on one of the ``ep_size`` ranks that share it."""
 
     layouts: tuple[ExpertLayout, ...]
-    """Of the tensors of experts that are large enough to be placed."""
+    """The layouts of its expert tensors that are large enough to be placed in managed memory."""
     routed: int
-    """How many of them are routed; the others are always in VRAM."""
+    """How many of its experts are routed. The others are always in VRAM."""
     ep_rank: int
     ep_size: int
     plain_bytes: int = 0
-    """Of one expert in the other tensors, of which slots have rows too."""
+    """Bytes of one expert in the other tensors, which slots copy too."""
 
 
 def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes:
-    """``num_places``: of a layer's routed experts over all ranks that share it."""
+    """The sizes of all ``layers``. ``num_places``: places for a layer's routed experts over all ranks that share it."""
     out = np.zeros((3, num_places + 1), dtype=np.int64)
     enough, groups = list[int](), list[int]()
     for layer, count in Counter(layers).items():
@@ -78,7 +79,7 @@ def expert_sizes(layers: Iterable[LayerExperts], num_places: int) -> ExpertSizes
 
 @lru_cache(maxsize=256)
 def _of_tensor(layout: ExpertLayout, routed: int) -> np.ndarray:
-    """int64 ``[2, routed + 1]``: bytes in VRAM and in host RAM, by the number of the first local experts that are resident."""
+    """int64 ``[2, routed + 1]``: bytes in VRAM and in host RAM if the first n local experts are resident, for each n."""
     out = np.zeros((2, routed + 1), dtype=np.int64)
     shared = np.arange(layout.num_experts) >= routed
     for number in range(routed + 1):

@@ -1,4 +1,4 @@
-"""A run's past: bounded samples of the ledger's totals, and the hit rates that other residents would have reached."""
+"""A run's history: bounded samples of the ledger's totals, and the hit rates that other residents would have reached."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Residents = Annotated[int, Meta(ge=0, le=1 << 15)]
 
 
 class Past(Struct, frozen=True):
-    """Samples of totals since the model was loaded: ``tokens`` of all ranks together, the others as in the ledger, over all
-    layers."""
+    """Samples of totals since the model was loaded. ``tokens`` counts all ranks together; the other columns are the ledger's,
+    summed over all layers."""
 
     seconds: Annotated[list[Seconds], Meta(min_length=1), Listed]
     steps: Totals
@@ -44,7 +44,7 @@ class Past(Struct, frozen=True):
     moved_bytes: Totals
 
     def check(self) -> None:
-        """Raise ``ValueError`` for columns that no server reports."""
+        """Raise ``ValueError`` for columns that no server would report."""
         columns = [getattr(self, name) for name in self.__struct_fields__]
         if {len(column) for column in columns} != {len(self.seconds)}:
             raise ValueError("the columns must be equally long")
@@ -52,13 +52,14 @@ class Past(Struct, frozen=True):
             raise ValueError("totals must not fall")
 
     def recent_growth(self, column: str) -> int:
-        """The growth of a total over the latest half of the time; more where no sample falls on its beginning."""
+        """The growth of a total over about the latter half of the time. If no sample falls on its start, an earlier one
+        counts."""
         values = getattr(self, column)
         begin = int(np.searchsorted(self.seconds, self.seconds[-1] / 2, side="right")) - 1
         return values[-1] - values[begin]
 
     def rates(self, part: str, whole: str) -> list[tuple[float, float | None]]:
-        """``(seconds, growth of part per growth of whole)``, constant between samples; None where whole did not grow."""
+        """Points ``(seconds, growth of part / growth of whole)``, constant between samples. None where whole did not grow."""
         points: list[tuple[float, float | None]] = []
         samples = zip(self.seconds, getattr(self, part), getattr(self, whole), strict=True)
         for (begin, part_before, before), (end, part_after, after) in pairwise(samples):
@@ -68,8 +69,8 @@ class Past(Struct, frozen=True):
 
 
 class History:
-    """At most ``MAX_SAMPLES`` samples of a ledger since its start. When they are full, every second one is dropped and the
-    interval doubles. Samples are totals, so only resolution is lost."""
+    """Keeps at most ``MAX_SAMPLES`` samples of a ledger since its start. When full, it drops every second sample and doubles
+    the interval. Samples are totals, so only resolution is lost."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float]):
         self._ledger = ledger
@@ -79,7 +80,7 @@ class History:
         self._samples = [self._now(0)]
 
     def add(self, tokens: int) -> None:
-        """Sample the ledger if the last sample is an interval old. Update the ledger first; ``tokens`` is the total so far."""
+        """Sample the ledger if the last sample is an interval old. Call after updating it. ``tokens`` is the total so far."""
         if self._clock() - self._started < self._samples[-1]["seconds"] + self._interval:
             return
         if len(self._samples) >= MAX_SAMPLES:
@@ -88,7 +89,7 @@ class History:
         self._samples.append(self._now(tokens))
 
     def past(self, tokens: int) -> Past:
-        """All samples, with the current totals as the last one."""
+        """All samples, followed by the current totals."""
         samples = [*self._samples, self._now(tokens)]
         return Past(**{name: [sample[name] for sample in samples] for name in Past.__struct_fields__})
 
@@ -99,7 +100,7 @@ class History:
 
 
 class ProfileVerdict(Struct, frozen=True):
-    """How a profile did over the first ``tokens`` live tokens: the hit rate of its residents, that of the best residents for
+    """How well a profile served the first ``tokens`` live tokens: the hit rate of its residents, that of the best residents for
     these tokens, and whether its residents were kept."""
 
     hit_rate: Share
@@ -109,10 +110,10 @@ class ProfileVerdict(Struct, frozen=True):
 
 
 class Curve(Struct, frozen=True):
-    """The hit rate over ``activations`` (in decode steps, of experts that can be offloaded) that the best fixed residents would
-    have reached: n of each layer (``uniform``), or as many bytes over all layers (``pooled``), for n in ``residents``; and the
-    one that the ``present`` residents would have reached. The best are chosen from the activations that they are measured
-    on, so these are upper bounds.
+    """The hit rates that fixed residents would have reached over ``activations``, which counts decode activations of experts
+    that can be offloaded. For each n in ``residents``: ``uniform`` has the best n experts of each layer resident, ``pooled``
+    the best set of the same total size over all layers. ``present`` is the hit rate of the current residents. The best
+    residents are chosen from the same activations that they are measured on, so their hit rates are upper bounds.
     """
 
     decode_steps: Count
@@ -123,19 +124,19 @@ class Curve(Struct, frozen=True):
     pooled: Annotated[list[Share], Listed] = msgspec.field(name="global")
 
     def check(self) -> None:
-        """Raise ``ValueError`` for points that form no curve."""
+        """Raise ``ValueError`` if the points do not form a curve."""
         if not len(self.residents) == len(self.uniform) == len(self.pooled):
             raise ValueError("residents, uniform and global must be equally long")
         if any(later <= earlier for earlier, later in pairwise(self.residents)):
             raise ValueError("residents must rise")
 
     def at(self, residents: float, pooled: bool) -> float:
-        """The best hit rate at this many residents a layer, interpolated linearly."""
+        """The best hit rate with ``residents`` residents per layer, interpolated linearly."""
         return float(np.interp(residents, self.residents, self.pooled if pooled else self.uniform))
 
 
 def combined(curves: Sequence[Curve]) -> Curve | None:
-    """The mean of several ranks' curves, weighted by activations; n counts on each rank. None without curves."""
+    """The mean of several ranks' curves, weighted by activations. n is per rank. None without curves."""
     if not curves:
         return None
     total = sum(curve.activations for curve in curves)
@@ -155,10 +156,10 @@ def combined(curves: Sequence[Curve]) -> Curve | None:
 
 
 def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
-    """The hit rate of the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from none to all and at the current
-    one; None without activations.
+    """The hit rates for the decode activations in ``seen``, at about ``CURVE_POINTS`` budgets from no residents to all, and at
+    the current budget. None without activations.
 
-    Always-resident experts and layers without managed tensors are left out: no budget changes their cost.
+    Leaves out always-resident experts and layers without managed tensors, because no budget changes their cost.
     """
     candidates, extents, movable = model.candidates(), model.extents, model.movable()
     activations = seen.counts[:, Phase.DECODE, ACTIVATIONS] * candidates
@@ -189,13 +190,13 @@ def hit_rate_curve(seen: RoutingCounts, model: ModelExperts) -> Curve | None:
 
 
 def _served(extents: Extents, activations_per_byte: np.ndarray) -> np.ndarray:
-    """float64 ``[extents]``: the activations that each serves."""
+    """float64 ``[extents]``: the activations that each extent serves."""
     weights = activations_per_byte.ravel()[extents.part_expert] * extents.part_bytes
     return np.bincount(extents.part_extent, weights, minlength=len(extents))
 
 
 def _best(served: np.ndarray, nbytes: np.ndarray, order: np.ndarray, budgets: np.ndarray) -> np.ndarray:
-    """``[budgets]``: the activations that the first extents of ``order`` serve, as many as fit in each number of bytes."""
+    """``[budgets]``: the activations served by the first extents of ``order`` that fit in each budget (bytes)."""
     hits = np.concatenate([[0.0], served[order].cumsum()])
     return hits[np.searchsorted(nbytes[order].cumsum(), budgets, side="right")]
 

@@ -1,4 +1,4 @@
-"""What a launch needs of host RAM: the one sum by which ``auto``, a number of residents, ``plan`` and ``doctor`` judge it."""
+"""How much host RAM a launch needs: the one sum that ``auto``, a given number of residents, ``plan`` and ``doctor`` all use."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from sglang_uvm_offload.memory.host_ram import host_margin
 from sglang_uvm_offload.units import size
 
 HICACHE_RESERVE_BYTES = 10 << 30
-"""Host RAM that SGLang 0.5.23 keeps free next to hierarchical caches (``pool_host/base.py``)."""
+"""Host RAM that SGLang 0.5.23 leaves free beside hierarchical caches (``pool_host/base.py``)."""
 
 
 @dataclass(frozen=True)
 class HostNeed:
-    """Bytes, of all ranks on this machine together. Whoever needs a lower bound leaves out what is uncertain, but adds nothing
-    up elsewhere."""
+    """Bytes of host RAM for all ranks on a machine together. Callers that need a lower bound leave out uncertain terms rather
+    than add up their own sum."""
 
     experts: int
-    """Offloaded ones, of draft layers too."""
+    """Offloaded experts, including those of draft layers."""
     cache: int = 0
     """Hierarchical caches."""
     processes: int = 0
     tables: int = 0
     """Lookup tables."""
     tables_are_managed: bool = False
-    """Whether they are in managed memory, as the experts are."""
+    """Whether the tables are in managed memory, like the experts."""
 
     @property
     def managed(self) -> int:
-        """What offloading itself keeps there."""
+        """Bytes of managed memory in host RAM."""
         return self.experts + (self.tables if self.tables_are_managed else 0)
 
     @property
     def margin(self) -> int:
-        """What offloading leaves free for others: it ends a launch that would take more of it."""
+        """Bytes to leave free for other uses. A launch that would need part of them is refused."""
         return host_margin(self.managed)
 
     @property
@@ -45,7 +45,7 @@ class HostNeed:
         return self.experts + self.margin + self.cache + self.beside_cache + self.processes + self.tables
 
     def beside_experts(self) -> str:
-        """The other terms, for a message."""
+        """The other terms, as text for a message."""
         terms = {
             "hierarchical caches": self.cache,
             "what SGLang keeps free besides": self.beside_cache,

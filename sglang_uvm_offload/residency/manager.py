@@ -1,4 +1,4 @@
-"""One rank's experts while it serves: places layers at load, reads routing counts between steps, and changes residents."""
+"""Manages one rank's experts: places layers at load, reads routing counts between steps, and changes residents."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CHECK_SECONDS = 10.0
 """How often a busy rank checks whether residents were evicted."""
 
 MakeCounters = Callable[[int, int], RoutingCounters]
-"""(layers, experts a layer) -> counters on the device that computes."""
+"""(layers, experts per layer) -> counters on the compute device."""
 
 
 class OffloadManager:
-    """All methods run on the thread that launches the model's forward steps, but for what moves, which runs on ``executor``.
-    Every rank that holds a shard of the same experts must call a method that may change residents before the same step."""
+    """All methods run on the thread that launches the model's forward steps. Moves run on ``executor``. Ranks that hold shards
+    of the same experts must all call a method that may change residents before the same step."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class OffloadManager:
         executor: Executor | None = None,
         decider: Executor | None = None,
     ):
-        """``progress``: whether this rank shows progress bars. ``executor`` runs moves, one after the other, and ``decider``
-        decisions, so that the thread that launches steps waits for neither. None: moves run on the calling thread, and
-        decisions where moves do."""
+        """``progress``: whether this rank shows progress bars. ``executor`` runs moves one at a time, and ``decider`` runs
+        decisions, so that the thread that launches steps waits for neither. Without ``executor``, moves run on the calling
+        thread; without ``decider``, decisions run where moves do."""
         self.config = config
         self.memory = memory
         self.clock = clock
@@ -62,29 +62,29 @@ class OffloadManager:
         self.evictions = Evictions(memory, config.headroom_gb)
         self.models: list[ModelExperts] = []
         self.drafts: list[Residents] = []
-        """Those of draft models with offloaded experts, once the server serves; multi-layer speculation loads a model for each
-        layer."""
+        """The residents of draft models with offloaded experts, set when serving begins. Multi-layer speculation loads one
+        draft model per layer."""
         self.link: LinkStatus | None = None
-        """As measured when the target model was loaded, before ``finish_model``; None where it was not."""
+        """The link as measured when the target was loaded, before ``finish_model``; None if it was not measured."""
         self.minutes: Minutes | None = None
-        """Of the target, once the server serves; None unless residents follow the traffic."""
+        """The target's log lines, set when serving begins. None unless residents follow the traffic."""
         self.tokens = 0
         self.steps = 0
         self.paused = False
-        """Whether an operator has residents stay where they are."""
+        """Whether an operator has paused changes of residents."""
         self._make_counters = make_counters
         self._decider = decider or self.mover.executor
         self._broadcast_decision = broadcast_decision
         self._drafts_due_at: int | None = None
-        """Of how many tokens the drafts' residents are chosen; None: not again."""
+        """The number of tokens at which the drafts' residents are chosen next; None for never."""
         self._poll_at = self._check_at = 0.0
         self.placement: InitialPlacement
-        """Of the target, once it is placed."""
+        """The target's placement, set once it is placed."""
         # The following are set once the target is loaded.
         self.ledger: Ledger
         """Totals of the target's steps."""
         self.history: History
-        """These over time."""
+        """These totals over time."""
         self.residents: TargetResidents
 
     @property
@@ -93,23 +93,23 @@ class OffloadManager:
 
     @property
     def fault(self) -> str | None:
-        """Why residents no longer change on this rank, None while they may."""
+        """Why residents can no longer change on this rank; None while they can."""
         return self.mover.fault
 
     @property
     def may_change(self) -> bool:
-        """Whether the target's residents may change: the same on all ranks that share experts, as a fault is not."""
+        """Whether the target's residents may change. Unlike ``fault``, it is the same on all ranks that share experts."""
         return not (self.paused or self.mover.asleep)
 
     # Loading
 
     def begin_model(self, draft: bool) -> ModelExperts:
-        """Call it before a model is built."""
+        """Register a model. Call before it is built."""
         self.models.append(ModelExperts(draft))
         return self.models[-1]
 
     def place_model(self, model: ModelExperts, placement: InitialPlacement | None = None) -> None:
-        """The experts of a built model get their pages, before its first weight is read. ``placement``: of the target, None
+        """Allocate the pages of a built model's experts, before its first weight is read. ``placement`` is the target's; None
         for a draft model."""
         if placement is not None:
             self.placement = placement
@@ -125,8 +125,8 @@ class OffloadManager:
                 bar.update()
 
     def finish_model(self, model: ModelExperts, may_be_empty: bool = False) -> None:
-        """The model is loaded: make its counters. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
-        (a pipeline stage can hold dense layers only)."""
+        """Create the counters of a loaded model. Raises ``FlagError`` if it has nothing to offload, unless it ``may_be_empty``
+        (a pipeline stage may have only dense layers)."""
         layers = model.layers
         if not (model.draft or any(layer.tensors for layer in layers) or (may_be_empty and not layers)):
             found = "no MoE layer" if not layers else f"{len(layers)} MoE layers, none with experts large enough to place"
@@ -143,7 +143,7 @@ class OffloadManager:
             self.follow_traffic()
 
     def correct(self, config: OffloadConfig) -> None:
-        """Have other numbers of residents and slots, once the target is loaded and before its slots are placed."""
+        """Change the numbers of residents and slots, after the target is loaded and before its slots are allocated."""
         self.placement, layers = dataclasses.replace(self.placement, config=config), self.target.layers
         chosen = self.placement.of_layers([layer.shard for layer in layers])
         wanted = [
@@ -153,7 +153,7 @@ class OffloadManager:
         self.residents.begin_anew()
 
     def follow_traffic(self, *counted: RoutingCounts) -> None:
-        """Continuous adaptation from here on, which has seen the profile and then ``counted``."""
+        """Start continuous adaptation, seeded with the profile and then with ``counted``."""
         history = [past for past in (self.placement.profile_counts(self.target), *counted) if past is not None]
         self.residents.adaptation = Adaptation(
             self.target,
@@ -168,7 +168,7 @@ class OffloadManager:
     # Serving
 
     def begin_serving(self) -> None:
-        """All models are loaded, and their graphs captured: what a step uses counts from here on."""
+        """Start serving: all models are loaded and their graphs captured, and steps count from now on."""
         for model in self.models:
             if model.draft and model.counters is not None and model.offloaded_bytes().any():
                 ledger = Ledger(model.counters, model)
@@ -184,9 +184,9 @@ class OffloadManager:
             self.minutes = Minutes(self.ledger, self.clock)
 
     def begin_step(self, model: ModelExperts, valid_rows: int, tokens: int, phase: Phase, *, streams: bool = False) -> None:
-        """Call it before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0:
-        a dummy run); all ranks together compute ``tokens``. ``streams``: whether any layer computes from a copy of its experts;
-        such a step counts as prefill. Residents begin to change here, between steps of the target."""
+        """Call before each forward step of ``model`` is launched. The first ``valid_rows`` rows of its batch are tokens (0 for
+        a dummy run), and all ranks together compute ``tokens``. ``streams``: whether any layer computes from a copy of its
+        experts, in which case the step counts as prefill. Changes of residents start here, between steps of the target."""
         if model.counters is None:
             return
         if not model.draft:
@@ -196,7 +196,7 @@ class OffloadManager:
         model.counters.begin_step(valid_rows, Phase.PREFILL if streams else phase)
 
     def _change_residents(self, tokens: int) -> None:
-        """What is due before a step of ``tokens``."""
+        """Start the changes of residents that are due before a step of ``tokens``."""
         residents = self.residents
         warmed_up = self.tokens - residents.tokens_at_choice >= self.config.warmup_tokens
         if self.may_change and not residents.warm and warmed_up:
@@ -207,7 +207,7 @@ class OffloadManager:
             self._choose_for_drafts()
 
     def end_step(self, model: ModelExperts) -> None:
-        """The step is launched. What runs until the next one (graph capture, warm-up kernels) does not count."""
+        """Call after the step is launched. What runs before the next step, such as graph capture, does not count."""
         if model.counters is not None:
             model.counters.begin_step(0, Phase.DECODE)
 
@@ -217,60 +217,60 @@ class OffloadManager:
             residents.choose(self.tokens)
 
     def weights_updated(self) -> None:
-        """The weights are others from now on: residents that a warm-up chose are chosen anew after another one."""
+        """The weights were updated. Residents that a warm-up chose are chosen again after another warm-up."""
         if self.config.resident_selection == "frequency" and self.config.adapt == "warmup":
             self.residents.warm_up_again(self.tokens)
         if self.config.residents_change:
             self._drafts_due_at = self.tokens + self.config.warmup_tokens
 
     def wait_for_moves(self) -> None:
-        """Wait for the moves and checks under way, before code that may replace tensors. Raises ``TimeoutError`` if any
+        """Wait for moves and checks in progress. Call before code that may replace tensors. Raises ``TimeoutError`` if one
         hangs."""
         self.mover.wait()
 
     # Operating
 
     def readvise(self) -> None:
-        """Choose the residents for an operator: now, from the routing since they were last chosen so, and whatever a profile
-        says. It ends the warm-up. Without a token since, nothing changes."""
+        """Choose residents now, at an operator's request, from the routing since the last such choice and regardless of the
+        profile. Ends the warm-up. Changes nothing if no token was computed since then."""
         if self.mover.asleep:
-            logger.info("Expert offload: the server has given up its memory; residents are not chosen now")
+            logger.info("Expert offload: residents cannot be chosen while the server has released its memory")
         elif self.tokens == self.residents.tokens_at_choice:
-            logger.info("Expert offload: no token since residents were last chosen; they stay")
+            logger.info("Expert offload: residents stay as they are: no token was computed since they were last chosen")
         else:
             self.residents.choose(self.tokens)
             self._choose_for_drafts()
 
     def pause(self) -> None:
-        """Residents stay where they are until ``resume``; counting and the forecast go on, and so does a move under way."""
+        """Keep the residents where they are until ``resume``. Counting, the forecast and a move in progress continue."""
         self.paused = True
         self.residents.drop_decision()
 
     def resume(self) -> None:
-        """Residents may change again."""
+        """Allow residents to change again."""
         self.paused = False
 
     def sleep(self) -> None:
-        """All experts leave VRAM, draft models' too, until ``wake``. Call it while no step runs."""
+        """Move all experts, including those of draft models, out of VRAM until ``wake``. Call while no step runs."""
         self.residents.drop_decision()
         self.wait_for_moves()
         self.mover.sleep(self._layers())
 
     def wake(self) -> None:
-        """The experts come back to VRAM where they were. Call it before the next step."""
+        """Move back to VRAM what was there before ``sleep``. Call before the next step."""
         self.mover.wake()
 
     # Accounting
 
     def poll(self) -> None:
-        """Update the ledger with the counts that have arrived, without waiting. Continuous adaptation polls before every step,
-        so no request is made here: it would still be in flight at the next of those polls."""
+        """Update the ledger with the counts that have arrived, without waiting. With continuous adaptation, which polls before
+        every step, it requests no counts: the request would still be in flight at the next step's poll."""
         if self.config.adapt != "continuous":
             self.ledger.poll()
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:
-        """``poll`` every ``POLL_SECONDS``, and check for evicted residents every ``CHECK_SECONDS``, without waiting. Call it
+        """``poll`` every ``POLL_SECONDS``, and check for evicted residents every ``CHECK_SECONDS``, without waiting. Call
         between steps."""
         now = self.clock()
         if now >= self._poll_at:
@@ -281,29 +281,29 @@ class OffloadManager:
         if not self.mover.checking:
             self.check_for_evictions()
         elif now >= self._check_at + STUCK_SECONDS and self.fault is None:
-            self.mover.stop("moving experts", TimeoutError(f"a call to the driver has not returned in {STUCK_SECONDS:g} s"))
+            self.mover.stop("moving experts", TimeoutError(f"a driver call did not return within {STUCK_SECONDS:g} s"))
 
     def check_for_evictions(self) -> None:
-        """Begin a check, alongside the steps."""
+        """Start a check that runs alongside the steps."""
         self._check_at = self.clock() + CHECK_SECONDS
         self.mover.submit_check(self.evictions.check, self._layers())
 
     @property
     def reclaimable_bytes(self) -> int:
-        """VRAM, at most, that the driver keeps for experts of all models that left it."""
+        """Upper bound of the VRAM that the driver still holds for experts that left it, over all models."""
         return sum(layer.reclaimable_bytes for layer in self._layers())
 
     def _layers(self) -> list[ExpertLayer]:
         return [layer for model in self.models for layer in model.layers]
 
     def poll_when_idle(self) -> None:
-        """``poll`` until the last step before the idle time is in the ledger."""
+        """``poll`` until the ledger includes the last step before the idle period."""
         if self.ledger.steps < self.steps:
             self.ledger.poll()
             self.history.add(self.tokens)
 
     def routing_by_expert(self, wait: bool) -> RoutingCounts:
-        """The target's counts by the checkpoint's expert, slightly stale; with ``wait``, up to the last step."""
+        """The target's counts by the checkpoint's expert: slightly stale, or with ``wait`` up to the last step."""
         if wait:
             self.ledger.catch_up()
         elif self.ledger.steps < self.steps:

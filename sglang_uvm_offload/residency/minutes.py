@@ -1,4 +1,4 @@
-"""What each minute of serving brought, for one line in the log."""
+"""Summarises each minute of serving in one log line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MINUTE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class _Totals:
-    """Of a ledger, over all layers, as the status and the metrics have them."""
+    """A ledger's totals over all layers, as in the status and the metrics."""
 
     steps: int
     routed: int
     resident: float
     read_bytes: int
-    """Over the link by steps: in place, streamed and into slots."""
+    """Bytes that steps transferred over the link: read in place, streamed, and copied into slots."""
     moves: int
     moved_bytes: int
 
@@ -29,16 +29,16 @@ class _Totals:
 
 
 class Minutes:
-    """Differences of a ledger's totals over each minute from now on."""
+    """Computes the growth of a ledger's totals over each minute from now on."""
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float], host_free: Callable[[], int] = host_available):
-        """``host_free``: bytes of host RAM that are free now."""
+        """``host_free`` returns the free host RAM in bytes."""
         self._ledger, self._clock, self._host_free = ledger, clock, host_free
         self._began_at, self._at_begin = clock(), self._now()
 
     def ended(self) -> str | None:
-        """What the minute brought that has ended; None while it lasts, and where no token was routed in it. Waits for nothing:
-        steps whose counts arrive later belong to the next one."""
+        """The summary of the minute that has just ended. None while it lasts, or if no token was routed in it. Never waits:
+        steps whose counts arrive later belong to the next minute."""
         at = self._clock()
         seconds = at - self._began_at
         if seconds < MINUTE_SECONDS:

@@ -21,7 +21,7 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, Phase, Routin
 
 @dataclass(eq=False)
 class ModelExperts:
-    """A draft model's experts are counted apart from the target's."""
+    """The MoE layers of a target or draft model. Each model has its own counters."""
 
     draft: bool
     layers: list[ExpertLayer] = field(default_factory=list)
@@ -29,16 +29,16 @@ class ModelExperts:
     _layouts: list[tuple[ExpertLayout, ...]] = field(default_factory=list)
     _extents: Extents | None = None
     _pools: dict[tuple[int, ...], ExpertPool] = field(default_factory=dict)
-    """By the experts of a layer and of a group of them, and the bytes of one in each tensor."""
+    """By a layer's number of experts, its group size, and the bytes of one expert in each tensor."""
 
     def add_layer(self, memory: Memory, shard: LayerShard) -> ExpertLayer:
-        """Call it for each MoE layer while the model is built, in their order. Its experts are address space until they are
-        placed."""
+        """Add a layer. Call for each MoE layer in order while the model is built. Its experts are only address space until they
+        are placed."""
         self.layers.append(ExpertLayer(memory, shard, len(self.layers)))
         return self.layers[-1]
 
     def pools(self) -> list[ExpertPool]:
-        """Those of the layers, in order."""
+        """The layers' pools, in order."""
         return list(dict.fromkeys(layer.pool for layer in self.layers if layer.pool is not None))
 
     def pool_for(self, layer: ExpertLayer, expert_bytes: tuple[int, ...]) -> ExpertPool | str:
@@ -54,8 +54,8 @@ class ModelExperts:
         return self._pools[key]
 
     def place_slots(self) -> None:
-        """Once all tensors are in their pools, and the number of slots is known: a pool has those of all layers in it. Raises
-        ``ManagedMemoryError``."""
+        """Allocate the slots of each pool, which its layers share. Call once all tensors are in their pools and the number of
+        slots is known. Raises ``ManagedMemoryError``."""
         kept = self.pools()
         self._pools = {key: pool for key, pool in self._pools.items() if pool in kept}
         for pool in kept:
@@ -64,12 +64,12 @@ class ModelExperts:
 
     @property
     def num_places(self) -> int:
-        """The most places for routed experts of any layer, over all ranks that share it."""
+        """The largest number of places for routed experts in a layer, over all ranks that share it."""
         return max((layer.shard.num_places for layer in self.layers), default=0)
 
     @property
     def num_logical(self) -> int:
-        """The most routed experts of any layer in the checkpoint."""
+        """The largest number of routed experts in a layer of the checkpoint."""
         return max((layer.location.num_experts for layer in self.layers), default=0)
 
     @property
@@ -78,37 +78,37 @@ class ModelExperts:
 
     @property
     def width(self) -> int:
-        """The most local experts of any layer: the second dimension of the arrays below."""
+        """The largest number of local experts in a layer: the second dimension of the arrays below."""
         return max((layer.num_experts for layer in self.layers), default=1)
 
     @property
     def expert_bytes(self) -> np.ndarray:
-        """``int64[layers]``: the bytes of one expert in managed memory."""
+        """``int64[layers]``: bytes of one expert in managed memory."""
         return np.array([layer.expert_bytes for layer in self.layers], dtype=np.int64)
 
     @property
     def extents(self) -> Extents:
-        """Those of all layers. Another object if the layers' tensors were replaced by others (an update of the weights)."""
+        """The extents of all layers. A new object once the layers' tensors have been replaced, as by a weight update."""
         layouts = [layer.layouts for layer in self.layers]
         if self._extents is None or not all(map(operator.is_, layouts, self._layouts)):
             self._layouts, self._extents = layouts, extents_of(layouts, self.width)
         return self._extents
 
     def resident_extents(self) -> np.ndarray:
-        """``bool[extents]``: those in VRAM."""
+        """``bool[extents]``: the extents in VRAM."""
         return np.concatenate([np.zeros(0, dtype=bool), *(layer.resident_extents() for layer in self.layers)])
 
     def offloaded_bytes(self) -> np.ndarray:
-        """``int64[layers, width]``: the bytes of each expert that a step which activates it reads over PCIe."""
+        """``int64[layers, width]``: bytes of each expert that a step reads over PCIe if it activates the expert."""
         return self._stacked([layer.offloaded_bytes_by_expert for layer in self.layers])
 
     def share_in_vram(self, offloaded: np.ndarray) -> np.ndarray:
-        """float ``[layers, width]``: the share of each expert's bytes in VRAM, where ``offloaded`` of them are not; 1 without
-        placed bytes."""
+        """float ``[layers, width]``: the share of each expert's bytes that is in VRAM if ``offloaded`` bytes are not. 1 for
+        experts without placed bytes."""
         return 1.0 - offloaded / np.maximum(self.expert_bytes, 1)[:, None]
 
     def movable(self) -> np.ndarray:
-        """``bool[extents]``: those without a byte of an expert that stays in VRAM."""
+        """``bool[extents]``: the extents that hold no part of an expert that must stay in VRAM."""
         return ~self.extents.holding(self._stacked([layer.kept for layer in self.layers]))
 
     def candidates(self) -> np.ndarray:
@@ -121,20 +121,20 @@ class ModelExperts:
         return list(zip(self.layers, np.split(extents, ends), strict=True)) if self.layers else []
 
     def best_residents(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: those that should serve the most activations, in each layer as many bytes as ``resident``
-        takes."""
+        """``bool[extents]``: the extents that should serve the most activations, with as many bytes in each layer as
+        ``resident`` has."""
         movable = self.movable()
         capacity = self.extents.bytes_by_layer(resident & movable)
         return hottest(seen, self.extents, capacity, resident, movable) | (resident & ~movable)
 
     def hit_rate(self, seen: RoutingCounts, resident: np.ndarray) -> float:
-        """The share of ``seen`` routed tokens that ``resident`` (``bool[extents]``) serves from VRAM; 0 without any."""
+        """The share of the routed tokens in ``seen`` that ``resident`` (``bool[extents]``) serves; 0 without routed tokens."""
         routed = seen.routed()
         served = routed * self.share_in_vram(self.extents.bytes_by_expert(~resident))
         return float(served.sum() / total) if (total := routed.sum()) else 0.0
 
     def _stacked(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """``[layers, width]``: 0 or False beyond a layer's own experts."""
+        """``[layers, width]``, padded with 0 or False beyond a layer's own experts."""
         out = np.zeros((len(rows), self.width), dtype=rows[0].dtype if rows else bool)
         for padded, row in zip(out, rows, strict=True):
             padded[: row.size] = row
@@ -144,14 +144,14 @@ class ModelExperts:
 def hottest(
     seen: RoutingCounts, extents: Extents, capacity: np.ndarray, resident: np.ndarray, movable: np.ndarray
 ) -> np.ndarray:
-    """``bool[extents]``: the movable ones that should serve the most activations, ``capacity`` bytes (int64 ``[layers]``) in
-    each layer. Ties prefer the ``resident`` ones."""
+    """``bool[extents]``: the movable extents that should serve the most activations, within ``capacity`` bytes per layer (int64
+    ``[layers]``). Ties go to ``resident`` extents."""
     scores = ranking.score(seen.counts[:, Phase.DECODE, ACTIVATIONS], seen.steps[1], seen.counts[:, Phase.PREFILL, ROUTED])
     return ranking.best(extents, extents.density(scores), capacity, resident, movable)
 
 
 def extents_of(layouts: Sequence[Sequence[ExpertLayout]], width: int) -> Extents:
-    """The extents of layers with these tensors; the arrays of experts are ``width`` wide."""
+    """The extents of layers with these tensors. Arrays over experts are ``width`` wide."""
     flat = [(index, layout) for index, layer in enumerate(layouts) for layout in layer]
     before = np.cumsum([0, *(layout.num_extents for _, layout in flat)])
     return Extents(

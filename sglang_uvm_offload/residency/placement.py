@@ -1,4 +1,4 @@
-"""What is resident when a model loads: the first N experts, those that a flag names, or in the room of N a profile's best."""
+"""Chooses the residents at load: the first N experts, those that a flag names, or a profile's best in the same VRAM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from sglang_uvm_offload.routing.profile import Profile
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """What of each tensor is resident at load, and which experts stay resident for good (``bool[num_experts]``; None: none)."""
+    """Which extents of each tensor are resident at load, and which experts always stay (``bool[num_experts]``; None for
+    none)."""
 
     choose: ChooseExtents
     kept: np.ndarray | None = None
@@ -34,36 +35,36 @@ EVERYTHING = LayerPlacement(lambda layout: np.ones(layout.num_extents, dtype=boo
 
 @dataclass(frozen=True)
 class InitialPlacement:
-    """Of the target model, which the ids and the profile are of (``plugin/rank/built_model``)."""
+    """The residents of the target model, for which the ids and the profile were checked (``plugin/rank/built_model``)."""
 
     config: OffloadConfig
     profile: Profile | None
     first: int = 0
-    """How many MoE layers earlier pipeline stages have."""
+    """The number of MoE layers in earlier pipeline stages."""
     converted_later: bool = False
-    """Whether other tensors replace the experts' once they are loaded: only those move into the pools of slots."""
+    """Whether other tensors replace the experts' tensors after loading. Only those then move into the slots' pools."""
     keeps_first: bool = False
-    """Whether the first of a layer's N experts stays resident for good where the layer has no slots: its kernels read it in
-    each step, used or not."""
+    """Whether the first of a layer's N experts always stays resident if the layer has no slots, because its kernels read it in
+    every step, even if no token uses it."""
 
     def of_draft(self, number: int) -> InitialPlacement:
-        """Of a draft model: the first ``number`` experts."""
+        """The placement of a draft model: the first ``number`` experts of each layer."""
         return InitialPlacement(dataclasses.replace(self.config, num_resident=number, slots=0, resident_ids=None), None)
 
     def profile_counts(self, model: ModelExperts) -> RoutingCounts | None:
-        """The profile's counts for the layers of ``model``, by place; None without a profile."""
+        """The profile's counts for the layers of ``model``, by place. None without a profile."""
         if self.profile is None:
             return None
         rows = self.profile.model.rows([layer.layer_id for layer in model.layers])
         return self.profile.part(rows, model.locations, model.width)
 
     def of_layers(self, shards: Sequence[LayerShard]) -> list[LayerPlacement]:
-        """``shards``: those of all layers, in order."""
+        """The placement of each layer. ``shards``: those of all layers, in order."""
         rows = None if self.profile is None else self.profile.model.rows([shard.layer_id for shard in shards])
         return [self._of_layer(shard, index, -1 if rows is None else rows[index]) for index, shard in enumerate(shards)]
 
     def _of_layer(self, shard: LayerShard, index: int, row: int) -> LayerPlacement:
-        """``row``: of the profile."""
+        """``row``: the layer's row in the profile."""
         config, num_experts = self.config, shard.num_experts
         slots = 0 if config.num_resident >= shard.num_places else shard.share_of(config.slots)
         shared, where = np.arange(num_experts) >= shard.routed, shard.located()
@@ -77,7 +78,7 @@ class InitialPlacement:
         others = np.flatnonzero(~named & ~shared)
 
         def first(layout: ExpertLayout) -> np.ndarray:
-            """``bool[num_experts]``: whole groups of them."""
+            """``bool[num_experts]``: the named experts and then the first ones, in whole groups."""
             resident = named.copy()
             resident[others[: max(number // layout.group * layout.group - int(named.sum()), 0)]] = True
             return resident
@@ -91,8 +92,8 @@ class InitialPlacement:
 
 
 def _hottest_of(seen: RoutingCounts, layout: ExpertLayout, first: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """``bool[extents]``: the ones of a tensor that should serve the most activations, in the room of the experts ``first``.
-    Extents of the experts ``kept`` are there already."""
+    """``bool[extents]``: the extents of a tensor that should serve the most activations, in as many bytes as the experts
+    ``first`` take, leaving out those of the experts ``kept``, which are resident anyway."""
     movable = ~layout.holding(kept)
     there = layout.holding(first) & movable
     capacity = np.array([layout.taken_by(there)])

@@ -1,4 +1,4 @@
-"""SGLang rearranges experts while it serves (EPLB): counts follow them, and so do residents."""
+"""Follows SGLang's rearrangements of experts while it serves (EPLB): maps counts and residents to the new places."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from sglang_uvm_offload.residency.model import ModelExperts
 from sglang_uvm_offload.routing.counts import RoutingCounts
 
 MEMORY_STEPS = 4096.0
-"""The time constant, in steps, with which counts fade from one rearrangement to the next: traffic changes."""
+"""The time constant, in steps, with which counts fade from one rearrangement to the next, because traffic changes."""
 
 GatherCounts = Callable[[np.ndarray], list[np.ndarray]]
-"""Returns the argument of each of the ranks that share the experts of a layer between them."""
+"""Gathers the argument from all ranks that share a layer's experts."""
 
 
 class Rearranging:
-    """Every rank that shares the layers must call both methods before the same step."""
+    """All ranks that share the layers must call both methods before the same step."""
 
     def __init__(self, manager: OffloadManager):
         self.manager = manager
         self._total: RoutingCounts | None = None
         self._recent: RoutingCounts | None = None
-        """Of all ranks by the checkpoint's expert, as of the last rearrangement: all counts, and those of about the last
+        """Counts of all ranks by the checkpoint's expert, as of the last rearrangement: the total, and those of about the last
         ``MEMORY_STEPS`` steps."""
 
     def begin(self) -> None:
-        """Call it before SGLang rearranges experts: account for all steps so far, and wait for the moves under way."""
+        """Account for all steps so far and wait for moves in progress. Call before SGLang rearranges experts."""
         self.manager.wait_for_moves()
         self.manager.ledger.catch_up()
 
     def end(self, locations: Sequence[ExpertLocation], gather: GatherCounts) -> None:
-        """SGLang has rearranged experts since ``begin``: those of the target's layers are at ``locations`` now. Counts follow
-        them, and so do residents, in the VRAM of each layer, where traffic or a profile chose them."""
+        """Call after SGLang rearranged the experts of the target's layers to ``locations``. Maps counts to the new places. If
+        traffic or a profile chose the residents, chooses them again within each layer's VRAM."""
         manager, ledger, residents, target = self.manager, self.manager.ledger, self.manager.residents, self.manager.target
         own, counted, width = ledger.counted_by_expert(), ledger.counted, target.width
         changed = np.array([bool((a.experts != b.experts).any()) for a, b in zip(target.locations, locations, strict=True)])
@@ -58,13 +58,13 @@ class Rearranging:
             residents.chosen_at = seen.since(_rederived(since, by_place(every_since, locations, width), target, changed))
 
     def _follow_experts(self, seen: RoutingCounts, changed: np.ndarray) -> None:
-        """Move to the residents that are best for ``seen`` in the layers ``changed`` (``bool[layers]``)."""
+        """Move to the best residents for ``seen`` in the layers that ``changed`` (``bool[layers]``)."""
         residents, layer = self.manager.residents, self.manager.target.extents.layer
         _, after = residents.decide(lambda before: np.where(changed[layer], residents.best_for(seen, before), before))
         residents.move_to(after)
 
     def _fade_and_add(self, total: RoutingCounts) -> RoutingCounts:
-        """The recent counts, now that those since the start are ``total``."""
+        """Update and return the recent counts. ``total``: the counts since the start."""
         new = total if self._total is None else total.since(self._total)
         if (past := self._recent) is not None:
             keep = float(np.exp(-sum(new.steps) / MEMORY_STEPS))
@@ -75,7 +75,8 @@ class Rearranging:
 
 
 def _rederived(counted: RoutingCounts, by_place: np.ndarray, model: ModelExperts, changed: np.ndarray) -> RoutingCounts:
-    """``counted`` with the counts of routed experts replaced by ``by_place`` in the layers ``changed`` (``bool[layers]``)."""
+    """``counted`` with the counts of routed experts taken from ``by_place`` in the layers that ``changed``
+    (``bool[layers]``)."""
     counts = counted.counts.copy()
     for index in np.flatnonzero(changed):
         places = len(model.layers[index].location.places)

@@ -1,4 +1,4 @@
-"""A model's residents: chosen on one rank for all that hold shards of the same experts, and moved to on each."""
+"""A model's residents: one rank chooses them for all ranks that hold shards of the same experts, and each rank moves them."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from sglang_uvm_offload.units import size
 logger = logging.getLogger(__name__)
 
 PROFILE_SLACK = 0.05
-"""The lead in hit rate that the best set for the live warm-up may have over a profile's residents before they are chosen anew.
-That set is chosen from the tokens that it is measured on, so a small lead means nothing."""
+"""How much higher the best hit rate in the warm-up may be than that of a profile's residents before they are replaced. The best
+residents are chosen from the same tokens that they are measured on, so a small lead means nothing."""
 
 BroadcastDecision = Callable[[Callable[[], Any]], Any]
-"""Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of them."""
+"""Calls its argument on the first of the ranks that hold shards of the same experts, and returns the result on all of these."""
 
 
 class Residents:
-    """Every rank that holds a shard of the same experts must call each method that decides before the same step. A rank with a
-    fault decides nothing and moves nothing, but takes part: its peers wait for it."""
+    """The residents of one model. All ranks that hold shards of the same experts must call each deciding method before the same
+    step. A rank with a fault neither decides nor moves, but still takes part, because its peers wait for it."""
 
     def __init__(self, model: ModelExperts, ledger: Ledger, mover: Mover, broadcast_decision: BroadcastDecision):
         self.model, self.ledger, self.broadcast_decision = model, ledger, broadcast_decision
         self._mover = mover
         self._extents: Extents = model.extents
         self.next: np.ndarray = model.resident_extents()
-        """``bool[extents]``: those that the last move makes."""
+        """``bool[extents]``: the residents after the last submitted move."""
         self.adaptation: Adaptation | None = None
-        """Continuous adaptation of the target, None where it is off or has failed."""
+        """Continuous adaptation of the target; None if it is off or has failed."""
         self.chosen_at: RoutingCounts | None = None
         self.tokens_at_choice = 0
-        """The counts, and the target's tokens, when residents were last chosen at once, or weights became others; None: not
-        yet."""
+        """The counts and the target's tokens when residents were last chosen at once, or when the weights were updated. None
+        before that."""
 
     def seen(self) -> RoutingCounts:
-        """The routing since then. Waits for the device."""
+        """The routing since ``chosen_at``. Waits for the device."""
         self.ledger.catch_up()
         total = self.ledger.counted
         return total if self.chosen_at is None else total.since(self.chosen_at)
 
     def choose(self, tokens: int) -> None:
-        """Choose at once, from what was ``seen``, and start to move what changes. ``tokens``: the target's so far."""
+        """Choose residents at once from what was ``seen``, and start the move. ``tokens``: the target's tokens so far."""
         seen = self.seen()
         _, after = self.decide(lambda resident: self.best_for(seen, resident))
         self.move_to(after, (self._title(seen, tokens), seen))
@@ -67,11 +67,11 @@ class Residents:
         return f"residents of the draft model chosen from {sum(seen.steps)} of its steps"
 
     def best_for(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: the best residents for ``seen``; after a fault they stay. Call it on the rank that decides."""
+        """``bool[extents]``: the best residents for ``seen``, or ``resident`` after a fault. Call on the deciding rank."""
         return resident if self._mover.fault is not None else self.model.best_residents(seen, resident)
 
     def decide(self, choose: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """``bool[extents]``: the residents before, and those that the rank that decides chooses with ``choose``."""
+        """The residents before, and those that ``choose`` returned on the deciding rank, as ``bool[extents]``."""
         self._follow_tensors()
         before = self.next
         after = self.broadcast_decision(lambda: choose(before))
@@ -79,24 +79,24 @@ class Residents:
         return before, after
 
     def drop_decision(self) -> None:
-        """Residents change, or stay, for another reason than what continuous adaptation last decided."""
+        """Discard the last decision of continuous adaptation, because something else determines the residents."""
         if self.adaptation is not None:
             self.adaptation.drop()
 
     def _follow_tensors(self) -> None:
-        """An update of the weights may have replaced tensors by some with other extents."""
+        """Start over if a weight update has replaced tensors by others with different extents."""
         if self.model.extents is not self._extents:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """The residents are others, moved by none of these decisions."""
+        """Start from the current residents, which were changed by other means than a decision made here."""
         self._extents, self.next = self.model.extents, self.model.resident_extents()
         if self.adaptation is not None:
             self.adaptation.follow(self.model)
 
     def move_to(self, after: np.ndarray, chosen: tuple[str, RoutingCounts] | None = None) -> None:
-        """Start to make ``after`` resident (``bool[extents]``). ``chosen``: what the log says of it, and the routing that they
-        were chosen from."""
+        """Start to make ``after`` resident (``bool[extents]``). ``chosen``: the title of the log line, and the routing that
+        they were chosen from. None logs nothing."""
         if self._mover.fault is not None:
             return
         before, self.next = self.next, after
@@ -128,7 +128,7 @@ class Residents:
 
 
 class TargetResidents(Residents):
-    """Those of the target model: chosen after a warm-up, for an operator, or as continuous adaptation decides."""
+    """The residents of the target model, chosen after a warm-up, for an operator, or by continuous adaptation."""
 
     def __init__(
         self,
@@ -139,19 +139,19 @@ class TargetResidents(Residents):
         config: Settings,
         profile: Profile | None,
     ):
-        """``profile``: the routing that residents were chosen from at load."""
+        """``profile``: the routing from which residents were chosen at load; None without one."""
         super().__init__(model, ledger, mover, broadcast_decision)
         self._config, self._profile = config, profile
         self.warm = config.resident_selection != "frequency"
-        """Whether the warm-up is over: residents were chosen from its routing, or are given."""
+        """Whether the warm-up is over, because residents were chosen from its routing, or none is needed."""
         self.routed_before: tuple[int, float] | None = None
-        """Routed tokens, and those on residents or slots, until residents were last chosen at once; None before that."""
+        """Routed tokens, and those served by residents or slots, when residents were last chosen at once. None before that."""
         self.profile_verdict: ProfileVerdict | None = None
-        """The profile's hit rate on live traffic, once the warm-up is over."""
+        """The profile's hit rate on live traffic, set after the warm-up."""
 
     def after_warmup(self, tokens: int) -> None:
-        """Choose from the routing of the warm-up; a profile's residents stay if their hit rate is about as high. ``tokens``:
-        all so far."""
+        """Choose from the routing of the warm-up. A profile's residents stay if their hit rate is about as high. ``tokens``:
+        the target's tokens so far."""
         seen = self.seen()
         before, after = self.decide(lambda resident: self._best_after_warmup(seen, resident))
         kept = not (after ^ before).any()
@@ -162,7 +162,7 @@ class TargetResidents(Residents):
         self._chosen(tokens)
 
     def warm_up_again(self, tokens: int) -> None:
-        """The weights are others from now on."""
+        """Start another warm-up, because the weights were updated."""
         self.ledger.catch_up()
         super()._chosen(tokens)
         self.warm = False
@@ -178,13 +178,13 @@ class TargetResidents(Residents):
         return f"residents chosen from the routing of {of}"
 
     def chosen_from(self, live: RoutingCounts, profile: RoutingCounts | None) -> RoutingCounts | None:
-        """The counts that residents are chosen from by now: the ``live`` ones, or a profile's; None where neither chose
-        them."""
+        """The counts from which residents are chosen by now: the ``live`` ones or the profile's. None if neither chose the
+        residents."""
         warmed_up = self.chosen_at is not None or (self._config.adapt == "continuous" and self.warm)
         return live if warmed_up and self._config.adapt != "off" else profile
 
     def _best_after_warmup(self, seen: RoutingCounts, resident: np.ndarray) -> np.ndarray:
-        """``bool[extents]``. Called on the rank that decides."""
+        """The residents after the warm-up, ``bool[extents]``. Called on the deciding rank."""
         best = self.best_for(seen, resident)
         if self._profile is None:
             return best
@@ -203,14 +203,14 @@ class TargetResidents(Residents):
             100 * reached,
             tokens,
             100 * best,
-            "residents kept" if kept else "residents are chosen again",
+            "residents kept" if kept else "residents are replaced",
         )
 
     # Continuous adaptation
 
     def adapt(self, may_move: bool) -> None:
-        """Poll the counts, start the moves that were decided on the steps before the last poll, and begin the next decision. It
-        waits for no step and no move: both go on together."""
+        """Poll the counts, start the moves decided from the steps before the last poll, and begin the next decision. Waits for
+        neither steps nor moves, which run side by side."""
         polled = self.ledger.poll()
         self._follow_tensors()
         before = self.next
@@ -222,14 +222,14 @@ class TargetResidents(Residents):
         self._of_adaptation(lambda adaptation: adaptation.submit(self.ledger.pending, self.next, may_move, self._mover.moving))
 
     def _of_adaptation(self, ask: Callable[[Adaptation], np.ndarray | None]) -> np.ndarray | None:
-        """What it answers; None where it is off, or fails."""
+        """The result of ``ask``; None if continuous adaptation is off or fails."""
         if self.adaptation is None or self._mover.fault is not None:
             return None
         try:
             return ask(self.adaptation)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its trace and shown as the fault
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- logged with its traceback and shown as the fault
             # Steps do not depend on decisions, and peers wait for this rank's answer. A GPU error recurs at the next kernel and
-            # ends the process there. The exit of another thread is none of this one's.
+            # ends the process there. A SystemExit raised on the deciding thread must not end this one.
             self.adaptation = None
             self._mover.stop("choosing residents", error)
             return None

@@ -1,4 +1,4 @@
-"""How the VRAM of a layer's experts is divided between residents and slots: one rule, for the launch and the planner."""
+"""Divides the VRAM of a layer's experts between residents and slots: one rule for the launch and the planner."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FINE_EXPERTS = 32
-"""In models with this many experts a layer, slots alone miss at most 2 % more than the best split of the VRAM, and prompts
-bring no more than beside residents (tests/unit/test_replay_slot_splits.py)."""
+"""In models with at least this many experts per layer, slots alone miss at most 2 % more than the best split of the VRAM, and
+prompts copy no more experts than with residents (tests/unit/test_replay_slot_splits.py)."""
 FINE_SHARE, COARSE_SHARE = 1.0, 0.5
-"""The share of the VRAM that becomes slots without a trace to choose it by, where host RAM holds what is offloaded then: what a
-slot holds stays there too."""
+"""The share of the VRAM that becomes slots if no trace says otherwise and host RAM can hold the offloaded experts, which
+include what slots hold."""
 
 
 def default_share(num_experts: int) -> float:
@@ -18,25 +18,25 @@ def default_share(num_experts: int) -> float:
 
 
 def pays_in_groups(residents: int, slots: int) -> bool:
-    """Whether residents that are not whole blocks are better chosen by groups that are. Slots hold what groups leave out, and
-    pay nothing for experts that are half in VRAM (benchmarks/results/blocks/blocks.md)."""
+    """Whether residents that do not fill whole blocks are better chosen in groups that do. Slots serve what groups leave out,
+    and waste nothing on experts that are partly in VRAM (benchmarks/results/blocks/blocks.md)."""
     return 0 < residents <= 2 * slots
 
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots that a launch asks for. ``rows`` are a layer's residents and slots together, all in VRAM."""
+    """The slots that a launch asks for. ``rows`` counts a layer's residents and slots together, all in VRAM."""
 
     asked: int | None = 0
     """None for ``auto``."""
     shares: Mapping[float, float] = field(default_factory=dict)
-    """For ``auto``, from a profile: by residency (rows as a share of the experts), the best share of the rows in slots."""
+    """For ``auto``: a profile's best share of the rows to use as slots, by residency (rows as a share of the experts)."""
     least_residents: int = 0
-    """For ``auto``: rows that are no slots, as flags name so many experts."""
+    """For ``auto``: the minimum number of residents, because flags name that many experts."""
 
     def of(self, rows: int, num_experts: int) -> int:
-        """How many of ``rows`` are slots: none where all experts are resident. Never fewer for more rows, and so are the
-        residents, as long as something is offloaded."""
+        """How many of ``rows`` are slots: none if all experts are resident. As long as something is offloaded, more rows never
+        mean fewer slots or fewer residents."""
         if rows >= num_experts:
             return 0
         if self.asked is not None:
@@ -44,7 +44,7 @@ class Slots:
         return min(int(rows * self._share(rows, num_experts)), max(0, rows - self.least_residents))
 
     def _share(self, rows: int, num_experts: int) -> float:
-        """That of the nearest residency that the profile has, of two the lower; the default without any."""
+        """The profile's share for the nearest residency (the lower of two equally near ones), or the default."""
         if not self.shares:
             return default_share(num_experts)
         return self.shares[min(self.shares, key=lambda residency: (abs(residency - rows / num_experts), residency))]

@@ -1,1 +1,1 @@
-"""The router's choices: counted, saved between runs, recorded."""
+"""The router's choices: counts them, saves them between runs, and records traces."""

@@ -1,8 +1,8 @@
 """Counting the router's choices on the compute device, inside CUDA graphs too.
 
-There are two counts per expert for each layer and phase: *routed* tokens, and *activations*, the steps that read the expert in
-place, with any number of tokens. An activation of an offloaded expert in decode is one read of its weights over PCIe. A step
-that streams computes from a copy of each layer's experts in VRAM: it reads none in place, and counts routed tokens only.
+Each layer and phase has two counts per expert: *routed* tokens, and *activations*, the steps that read the expert in place,
+for any number of tokens. A decode activation of an offloaded expert is one read of its weights over PCIe. A step that streams
+computes from a copy of each layer's experts in VRAM, so it reads no expert in place and counts only routed tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 ROUTED, ACTIVATIONS = 0, 1
 SLOT_TOKENS, SLOT_HITS, SLOT_FILLS, SLOT_BROUGHT = range(4)
 ALL_ROWS = 1 << 40
-"""More rows than any step has: every row counts."""
+"""More rows than any step has, so that every row counts."""
 
 
 class Phase(enum.IntEnum):
-    """What a step counts as. Residents are chosen by the activations per DECODE step, so a step that streams is no evidence of
-    those: it counts as PREFILL, whatever it computes."""
+    """How a step is counted. Residents are chosen by activations per DECODE step. A step that streams has no activations, so
+    it counts as PREFILL, whatever it computes."""
 
     PREFILL = 0
     DECODE = 1
@@ -45,9 +45,9 @@ class RoutingCounts:
     counts: np.ndarray
     steps: tuple[int, int]
     slots: np.ndarray | None = None
-    """Of these, what slots did (``memory/slots``), None without slots: int64 ``[layer, phase, kind, expert]``. SLOT_TOKENS and
-    SLOT_HITS are the routed tokens and the activations that a slot served which was not filled for the step; SLOT_FILLS are
-    activations that filled one; SLOT_BROUGHT are experts that came into one ahead of a step that streams."""
+    """The slots' part in these counts (``memory/slots``), int64 ``[layer, phase, kind, expert]``; None without slots.
+    SLOT_TOKENS and SLOT_HITS: routed tokens and activations that an already filled slot served. SLOT_FILLS: activations that
+    filled a slot. SLOT_BROUGHT: experts copied into a slot ahead of a step that streams."""
 
     def since(self, earlier: RoutingCounts) -> RoutingCounts:
         before = 0 if earlier.slots is None else earlier.slots  # slots are made after the counters
@@ -67,13 +67,13 @@ class RoutingCounts:
 
 
 class PendingCounts(Protocol):
-    """Counts in flight from the device. Any thread may use it."""
+    """Counts in flight from the device. Thread-safe."""
 
     def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether ``wait`` would return immediately."""
 
     def wait(self) -> RoutingCounts:
-        """The counts of exactly the steps that were launched before the request."""
+        """Return the counts of exactly the steps that were launched before the request."""
 
 
 class RoutingCounters(Protocol):
@@ -83,8 +83,8 @@ class RoutingCounters(Protocol):
     num_experts: int
 
     def begin_step(self, valid_rows: int, phase: Phase) -> None:
-        """The layers that run from now on belong to a step of ``phase``. The first ``valid_rows`` rows of its batch are tokens,
-        the rest padding; 0: a dummy or capture run, which does not count."""
+        """Begin a step of ``phase``: the layers that run next belong to it. The first ``valid_rows`` rows of its batch are
+        tokens, and the rest is padding. With 0, for a dummy or capture run, the step does not count."""
 
     def count(
         self,
@@ -96,16 +96,16 @@ class RoutingCounters(Protocol):
         in_place: bool = True,
         lasting: bool = False,
     ) -> None:
-        """Count ``ids[rows, top_k]`` for the model's MoE layer at index ``layer``. The id ``first_expert`` is local expert 0;
-        ids outside the layer (-1, other ranks' experts) do not count. ``in_place``: whether the layer reads its experts where
-        they lie, which makes activations; a step of which any layer does not must have begun as ``Phase.PREFILL``.
-        ``lasting``: nobody writes to the memory of ``ids`` before it is freed, so it may be read when the step ends."""
+        """Count ``ids[rows, top_k]`` for the model's MoE layer at index ``layer``. Local expert 0 has the id ``first_expert``;
+        ids outside the layer (-1, experts of other ranks) do not count. ``in_place``: whether the layer reads its experts in
+        place, which counts as activations. If any layer of a step does not, the step must have begun as ``Phase.PREFILL``.
+        ``lasting``: nothing overwrites ``ids`` before its memory is freed, so it may be read when the step ends."""
 
     def count_histogram(self, layer: int, histogram: torch.Tensor, *, in_place: bool = True) -> None:
-        """``count`` where only tokens per expert (int32 ``[num_experts]``) are known."""
+        """``count`` for a dispatcher that exposes only the tokens per expert, int32 ``[num_experts]``."""
 
     def read(self) -> RoutingCounts:
-        """The counts after everything queued so far; waits for the device."""
+        """Return the counts of all work queued so far. Waits for the device."""
 
     def read_async(self) -> PendingCounts:
-        """Request the counts of all steps launched so far, without waiting. Call it between steps, outside any capture."""
+        """Request the counts of all steps launched so far, without waiting. Call between steps, outside graph capture."""

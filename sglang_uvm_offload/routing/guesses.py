@@ -1,8 +1,8 @@
-"""Guesses in a routing trace: which experts a layer's router would have chosen some layers earlier.
+"""Guesses in a routing trace: the experts that a layer's router would choose from the input of an earlier layer's router.
 
-In the trace's file they are ``guesses[token, layer, distance - 1, rank]`` (integers; -1: none), made ``distance`` MoE layers
-before ``layer`` and ordered from the likeliest on, and ``guesses_folded[layer, distance - 1]`` (bool): whether the input of the
-earlier router was scaled by the ratio of both layers' norms. They are untrusted input, as the trace is.
+A trace file holds ``guesses[token, layer, distance - 1, rank]`` (integers, likeliest first; -1: no guess), each made from the
+router input ``distance`` MoE layers before ``layer``, and ``guesses_folded[layer, distance - 1]`` (bool): whether that input
+was scaled by the ratio of the two layers' norms. Like the rest of the trace, they are untrusted input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_DISTANCES = 8
 
 
 class GuessesError(ValueError):
-    """They are no guesses for the trace; the message has the reason."""
+    """The arrays are not valid guesses for the trace. The message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Guesses:
     folded: np.ndarray
 
     def checked(self, tokens: int, layers: int, num_experts: int) -> Guesses:
-        """Those of a trace of this shape. Raises ``GuessesError``."""
+        """Return the guesses as int16, checked against the shape of their trace. Raises ``GuessesError``."""
         experts, folded = self.experts, self.folded
         if experts.ndim != 4 or not np.issubdtype(experts.dtype, np.integer):
             raise GuessesError(f"guesses must be integers [token, layer, distance, rank], not {_kind(experts)}")

@@ -1,8 +1,7 @@
-"""Profiles that several nodes, or several servers, have saved, read as one.
+"""Reads the profiles of several nodes, or of several servers, as one.
 
-Ranks of one machine share a file, under a lock. No lock excludes other machines for certain (that of a folder is local on NFS),
-so each further node of a server saves to a file of its own next to the first one's: what counts as one profile is put together
-when it is read.
+Ranks on one machine share a file, under a lock. No lock reliably excludes other machines (the lock of a folder is local on
+NFS), so every node but the first saves to a file of its own next to the first node's file. Reading puts them together.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from sglang_uvm_offload.routing.profile import MAX_COUNT, NewerProfileError, Pro
 
 
 def node_file(path: Path, node: int) -> Path:
-    """The file to which node ``node`` (from 0) of a server saves its part of the profile at ``path``."""
+    """The file to which node ``node`` (counted from 0) saves its part of the profile at ``path``."""
     return path.with_name(f"{path.stem}-node{node}{path.suffix}") if node else path
 
 
 def node_files(path: Path) -> Iterator[Path]:
-    """The files at ``path`` of nodes but the first, of whatever run."""
+    """The existing files of all nodes but the first for the profile at ``path``, from any run."""
     name = re.compile(rf"{re.escape(path.stem)}-node[1-9][0-9]*{re.escape(path.suffix)}")
     if path.parent.is_dir():
         yield from sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name))
 
 
 def load_whole(path: Path) -> Profile:
-    """The profile at ``path``, with what other nodes have counted in the same run. Files of an earlier run are left out, also
-    that at ``path``: each begins with all that was counted before. Raises ``ProfileError`` and ``OSError`` as ``Profile.load``
-    does."""
+    """The profile at ``path``, including what other nodes counted in the same run. Files of earlier runs are left out, even
+    the one at ``path``, because each run starts from everything that was counted before it. Raises ``ProfileError`` and
+    ``OSError`` like ``Profile.load``."""
     others = [other for other in map(_of_node, node_files(path)) if other.history is not None]
     try:
         parts = [Profile.load(path), *others]
-    except FileNotFoundError:  # the first node has a disk of its own, or no MoE layer
+    except FileNotFoundError:  # the first node has its own disk, or no MoE layer
         if not others:
             raise
         parts = others
@@ -60,12 +59,12 @@ def _sources(profiles: Iterable[Profile]) -> frozenset[str]:
 
 
 def _joined(parts: Sequence[Profile]) -> Profile:
-    """What all have counted, and the history, of which a node that began from a file of its own has only its part."""
+    """The history and everything that the nodes counted. A node with its own disk knows only its own part of the history."""
     first = parts[0]
     history, new = (np.zeros_like(first.seen.counts) for _ in range(2))
     for part in parts:
         if different := first.model.differences(part.model):
-            raise ProfileError(f"nodes of its run have counted different models: {'; '.join(different)}")
+            raise ProfileError(f"the nodes of this run counted different models: {'; '.join(different)}")
         before = history if part.history is None else part.history
         new += np.maximum(part.seen.counts - before, 0)
         history = np.maximum(history, before)
@@ -78,18 +77,18 @@ def _joined(parts: Sequence[Profile]) -> Profile:
 
 def _check_counts(counts: np.ndarray, *steps: int) -> None:
     if (most := max(*steps, int(counts.max(initial=0)), 0)) > MAX_COUNT:
-        raise ProfileError(f"merged counts or steps reach {most}, more than {MAX_COUNT}")
+        raise ProfileError(f"the merged counts or steps reach {most}, more than {MAX_COUNT}")
 
 
 def without_nodes(paths: Sequence[Path]) -> list[Path]:
-    """``paths`` but for files of further nodes of another one, with which they are read."""
+    """``paths`` without the node files of other paths in the list, which are read along with those."""
     every = {other for path in paths for other in node_files(path)}
     return [path for path in paths if path not in every]
 
 
 def merge(profiles: Sequence[Profile]) -> Profile:
-    """The sum of all profiles; where several have a split of VRAM for one residency, that of the last. Raises ``ProfileError``
-    if they are not of one model, or if a count gets too large."""
+    """The sum of all profiles. If several have a VRAM split for the same residency, the last one wins. Raises ``ProfileError``
+    if the models differ or a count gets too large."""
     first = profiles[0]
     merged = first
     counts, steps = first.seen.counts, first.seen.steps
@@ -106,33 +105,33 @@ def merge(profiles: Sequence[Profile]) -> Profile:
 
 @dataclass
 class LoadedProfiles:
-    """What a launch reads of the files that it names."""
+    """The result of reading all profiles of a launch."""
 
     merged: Profile | None = None
-    """The sum of all; None without any."""
+    """The sum of all readable profiles; None if there is none."""
     continued: Profile | None = None
-    """What the server adds its own counts to: the file that it saves to, if that is among those it reads, else their sum."""
+    """What the server adds its own counts to: the file that it saves to, if it reads that file too, otherwise the sum."""
     problems: list[str] = field(default_factory=list)
-    """For each file that cannot be used, the reason."""
+    """Why files cannot be used, one line for each."""
     newer: list[str] = field(default_factory=list)
-    """The same for those of a newer format."""
+    """The same for files of a newer format."""
 
 
 def load_for(name: str, architecture: str, paths: Sequence[Path], saved: Path | None = None) -> LoadedProfiles:
-    """The files for the model ``name``. Files of one model name whose layers or experts differ are of different models.
-    ``saved``: where the profile is saved; that file may be absent, or without routing."""
+    """Read the profiles at ``paths`` for the model ``name``. Profiles with the same name but other layers or experts count as
+    other models. ``saved``: the path that the server saves to. That file may be missing, or have no routing yet."""
     merged: Profile | None = None
     found, paths = LoadedProfiles(), without_nodes(paths)
     for index, path in enumerate(paths):
         try:
             if (earlier := same_file(path, paths[:index])) is not None:
-                raise ProfileError(f"is the same file as {earlier}: its routing would count twice")
+                raise ProfileError(f"is the same file as {earlier}, so its routing would count twice")
             profile = load_whole(path)
             wanted = dataclasses.replace(profile.model, name=name, architecture=architecture)
             if different := wanted.differences(profile.model):
                 raise ProfileError(f"is of another model: {'; '.join(different)}")
             if not any(profile.seen.steps) and path != saved:
-                raise ProfileError("holds no routing yet")
+                raise ProfileError("has no routing yet")
             merged = merge([profile] if merged is None else [merged, profile])
             if path == saved:
                 found.continued = profile
@@ -150,12 +149,12 @@ def load_for(name: str, architecture: str, paths: Sequence[Path], saved: Path | 
 
 
 def same_file(path: Path, others: Iterable[Path]) -> Path | None:
-    """The first of ``others`` that is the file at ``path``, also by links; None if none is, or if ``path`` cannot be
-    examined."""
+    """The first of ``others`` that is the same file as ``path``, also through links. None if there is none, or if ``path``
+    cannot be examined."""
     for other in others:
         try:
             if os.path.samefile(path, other):
                 return other
-        except (OSError, ValueError):  # reading it gives the reason
+        except (OSError, ValueError):  # reading the file reports the reason
             continue
     return None

@@ -1,8 +1,8 @@
-"""A profile: a model's routing counts, saved from one run of the server for the next.
+"""A profile: a model's routing counts, saved by one run of the server for the next.
 
-A file is an ``npz`` with ``counts`` and ``steps`` of a ``RoutingCounts`` over all MoE layers and routed experts of the model,
-and ``about``, JSON in UTF-8 that identifies the model, and may say how its VRAM is best split between residents and slots. It
-may come from anywhere, so it is untrusted input and checked.
+The file is an ``npz`` with the ``counts`` and ``steps`` of a ``RoutingCounts`` over all MoE layers and routed experts of the
+model, and ``about``: UTF-8 JSON that names the format and the model, and may hold the best split of VRAM between residents and
+slots. A profile may come from anywhere, so it is checked as untrusted input.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from sglang_uvm_offload.units import Share
 
 FORMAT = "sglang-uvm-offload profile"
 VERSION = 1
+"""Raise it with every change that an older plugin must not overwrite, such as a new field: older plugins leave files of higher
+versions alone."""
 LAYOUT = "sglang FusedMoE, experts by the checkpoint's ids"
-"""How SGLang numbers the counted experts. In another numbering (after expert relocation) the ids would be other experts'."""
+"""How SGLang numbers the counted experts. Under another numbering, the same ids would mean other experts."""
 MAX_BYTES = 128 << 20
-"""Of the counts: over 400 layers of 8192 experts."""
+"""The size limit of ``counts``: over 400 layers of 8192 experts."""
 MAX_ABOUT_BYTES = 1 << 20
 MAX_COUNT = 1 << 53
 MAX_SLOT_SHARES = 256
 MAX_RANKS = 1 << 14
 HISTORY_STEPS = 1 << 16
-"""The largest weight of older runs, in steps of each phase, so that the profile follows the traffic."""
+"""The maximum weight of earlier runs, in steps of each phase, so that the profile follows the traffic."""
 
 
 _Steps = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -47,7 +49,7 @@ Steps = tuple[int, int]
 
 
 class _Mark(Struct):
-    """What each version of a profile's JSON has."""
+    """The JSON fields that every version of the format has."""
 
     format: Any = None
     version: Any = None
@@ -55,7 +57,7 @@ class _Mark(Struct):
 
 
 class _About(_Mark, kw_only=True, omit_defaults=True):
-    """The JSON of a profile. Older files have no field that has a default here."""
+    """The JSON of a profile. Files that older plugins wrote lack the fields that have defaults here."""
 
     run: str
     name: str
@@ -72,17 +74,17 @@ _Decoded = TypeVar("_Decoded", _Mark, _About)
 
 
 class ProfileError(ValueError):
-    """The file is not a profile, or not a usable one; the message has the reason."""
+    """The file is not a usable profile. The message gives the reason."""
 
 
 class NewerProfileError(ProfileError):
-    """A later version of this program wrote the file, in a format that this version cannot read."""
+    """The file has a newer format than this version of the plugin can read."""
 
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """The model of a profile: ``name`` is the checkpoint's, ``moe_layers`` are the decoder layers with a router, one with
-    several routers as often (in ERNIE 4.5 VL, text and images have their own)."""
+    """The model of a profile. ``name`` is the checkpoint's name. ``moe_layers`` lists the decoder layers with a router; a layer
+    with several routers appears once for each (ERNIE 4.5 VL has one for text and one for images)."""
 
     name: str
     architecture: str
@@ -91,8 +93,8 @@ class RoutedModel:
     top_k: int | None
 
     def rows(self, layers: Sequence[int]) -> list[int]:
-        """Where arrays over ``moe_layers`` have the router of each of ``layers``, each time that one is named its next. Raises
-        ``ValueError`` for one that is not there."""
+        """The row of each of ``layers`` in arrays over ``moe_layers``. A layer that is named again gets its next router's row.
+        Raises ``ValueError`` for a layer without a (further) row."""
         left: dict[int, list[int]] = {}
         for row, layer in enumerate(self.moe_layers):
             left.setdefault(layer, []).append(row)
@@ -102,7 +104,7 @@ class RoutedModel:
             raise ValueError(f"{list(layers)} are not among the MoE layers {list(self.moe_layers)}") from None
 
     def differences(self, other: RoutedModel) -> list[str]:
-        """The fields of ``other`` that differ from this model's, as text."""
+        """Describe each field of ``other`` that differs from this model's."""
         fields = (field.name for field in dataclasses.fields(self))
         return [
             f"{field} {getattr(other, field)}, not {getattr(self, field)}"
@@ -113,27 +115,29 @@ class RoutedModel:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """``seen`` has shape ``[moe_layers, phase, kind, num_experts]``; ``run`` is the launch id of the server that counted it, or
-    the last part of it."""
+    """Counts of a model's routing. ``seen`` has shape ``[moe_layers, phase, kind, num_experts]``. ``run`` is the launch id of
+    the server that counted them, or the latest part of them."""
 
     model: RoutedModel
     seen: RoutingCounts
     run: str = ""
     ranks: Mapping[str, Steps] = field(default_factory=dict)
-    """The ranks of that run whose counts are included, each with the steps that it had counted then."""
+    """The ranks of that run whose counts are included, with the steps that each had counted at its last save."""
     slot_shares: Mapping[float, float] = field(default_factory=dict)
-    """What ``replay --slots --into`` found: by residency (the share of a layer's experts in VRAM, as residents or in slots),
-    the share of that VRAM that is best in slots. Both are 0 to 1."""
+    """The best share of VRAM to give to slots, by residency (the share of a layer's experts in VRAM, as residents or in
+    slots), as ``replay --slots --into`` measured it. Both are 0 to 1."""
     began_at: float = 0.0
-    """When that run began, in seconds since 1970; 0 if that is not known."""
+    """When that run began, in seconds since 1970; 0 if unknown."""
     history: np.ndarray | None = None
-    """Of one of several nodes: the counts in ``seen`` that the run began with, which the files of other nodes hold too."""
+    """Set in the files of a server with several nodes: the counts in ``seen`` that the run started from. The files of the
+    other nodes include them too."""
+
     sources: frozenset[str] = frozenset()
-    """The digests of the files whose counts are included."""
+    """The digests of all files whose counts are included."""
 
     @property
     def digest(self) -> str:
-        """Identifies the counts, and the run that saved them."""
+        """Identifies the counts and the run that saved them. VRAM splits do not change it."""
         told = hashlib.sha256(f"{self.run} {self.seen.steps} ".encode())
         told.update(self.seen.counts.tobytes())
         return told.hexdigest()
@@ -145,8 +149,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read and check a file. Raises ``ProfileError`` if it is not a profile that this version can read, ``OSError`` if it
-        cannot be opened."""
+        """Read and check a file. Raises ``ProfileError`` if this version cannot read it as a profile (``NewerProfileError`` for
+        a newer format), and ``OSError`` if it cannot be opened."""
         try:
             limits = {"about": MAX_ABOUT_BYTES, "counts": MAX_BYTES, "steps": 16}
             about, counts, steps, *history = npz.read(path, limits, optional={"history": MAX_BYTES})
@@ -161,7 +165,7 @@ class Profile:
         return dataclasses.replace(profile, sources=frozenset({profile.digest}))
 
     def write(self, file: IO[bytes]) -> None:
-        """Write to a binary file; use it with ``atomic_file.replace``."""
+        """Write to a binary file. Use with ``atomic_file.replace``."""
         about = _About(
             format=FORMAT,
             version=VERSION,
@@ -177,27 +181,27 @@ class Profile:
         np.savez(file, about=encoded, counts=self.seen.counts, steps=np.array(self.seen.steps, dtype=np.int64), **arrays)
 
     def with_slot_shares(self, shares: Mapping[float, float]) -> Profile:
-        """This profile with ``shares`` too, in place of its own for equal residencies. Raises ``ProfileError`` for too many."""
+        """This profile with ``shares`` added, replacing its own for equal residencies. Raises ``ProfileError`` for too many."""
         together = {**self.slot_shares, **shares}
         if len(together) > MAX_SLOT_SHARES:
-            raise ProfileError(f"splits of VRAM for {len(together)} residencies, more than {MAX_SLOT_SHARES}")
+            raise ProfileError(f"VRAM splits for {len(together)} residencies, more than {MAX_SLOT_SHARES}")
         return dataclasses.replace(self, slot_shares=together)
 
     def part(self, rows: Sequence[int], locations: Sequence[ExpertLocation], width: int) -> RoutingCounts:
-        """The counts as of a rank that holds the experts at ``locations`` of the MoE layers ``rows`` (as ``RoutedModel.rows``
-        gives them): in its own order, ``width`` experts wide."""
+        """The counts for a rank that holds the experts at ``locations`` of the MoE layers ``rows`` (from ``RoutedModel.rows``),
+        in the rank's own expert order and ``width`` experts wide."""
         return RoutingCounts(by_place(self.seen.counts[list(rows)], locations, width), self.seen.steps)
 
     def with_counts(self, rank: str, counted: Steps, layers: Sequence[int], new: np.ndarray, steps: Steps) -> Profile:
-        """This profile with ``new`` (int64 ``[layers, phase, kind, num_experts]``) added to the counts of ``layers``, which are
-        then over ``steps`` or more. It then holds what ``rank`` has counted in its first ``counted`` steps."""
+        """This profile with ``new`` (int64 ``[layers, phase, kind, num_experts]``) added to the counts of ``layers``. It covers
+        at least ``steps`` steps, and everything that ``rank`` counted in its first ``counted`` steps."""
         counts = self.seen.counts.copy()
         counts[self.model.rows(layers), :, :, : new.shape[-1]] += new
         steps = (max(self.seen.steps[0], steps[0]), max(self.seen.steps[1], steps[1]))
         return dataclasses.replace(self, seen=RoutingCounts(counts, steps), ranks={**self.ranks, rank: counted})
 
     def limited(self, steps: int = HISTORY_STEPS) -> Profile:
-        """The same rates over at most ``steps`` steps of each phase."""
+        """This profile scaled to at most ``steps`` steps of each phase, at the same rates."""
         counts, scaled = self.seen.counts.copy(), list(self.seen.steps)
         for phase in Phase:
             if scaled[phase] > steps:
@@ -207,13 +211,13 @@ class Profile:
 
 
 def reason(error: ProfileError | OSError) -> str:
-    """Why a profile could not be read or written, without the path: that of an ``OSError`` may be a temporary file's."""
+    """Why a profile could not be read or written, without the path: an ``OSError`` may name a temporary file."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def model_name(path: str) -> str:
-    """The name of a checkpoint given as a folder, a folder of the Hugging Face cache, or a hub id. Unprintable characters
-    become ``?``, so that a profile saved under that name can be loaded."""
+    """The name of a checkpoint that is given as a folder, a folder of the Hugging Face cache, or a hub id. Unprintable
+    characters become ``?``, so that a profile saved under that name can be loaded."""
     parts = Path(path).parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     name = cached.split("--")[-1] if cached else parts[-1] if parts else path
@@ -221,7 +225,7 @@ def model_name(path: str) -> str:
 
 
 def is_profile(path: Path) -> bool:
-    """Whether the file is a profile, of any version and of any model."""
+    """Whether the file is a profile, whatever its version and model."""
     try:
         (about,) = npz.read(path, {"about": MAX_ABOUT_BYTES})
         return _decoded(about, _Mark).format == FORMAT
@@ -242,17 +246,17 @@ def _check_format(path: str | os.PathLike[str]) -> None:
 def _about(about: np.ndarray) -> _About:
     mark = _decoded(about, _Mark)
     if mark.format != FORMAT:
-        raise ProfileError(f"is no {FORMAT}")
+        raise ProfileError(f"is not a {FORMAT}")
     if type(mark.version) is int and mark.version > VERSION:
         raise NewerProfileError(f"has format {mark.version}; this version of sglang-uvm-offload reads format {VERSION}")
     if mark.version != VERSION:
         raise ProfileError(f"has format {mark.version!r}; this version of sglang-uvm-offload reads format {VERSION}")
     if mark.layout != LAYOUT:
-        raise ProfileError(f"counts {mark.layout!r}, and this SGLang has {LAYOUT!r}")
+        raise ProfileError(f"counts experts as {mark.layout!r}; this SGLang numbers them as {LAYOUT!r}")
     found = _decoded(about, _About)
     for name in (found.name, found.architecture):
         if not name.isprintable():  # untrusted text that goes to terminals and logs
-            raise ProfileError(f"is of {name!a}, which cannot be printed")
+            raise ProfileError(f"names the model {name!a}, which has unprintable characters")
     return found
 
 
@@ -260,7 +264,7 @@ def _decoded(about: np.ndarray, kind: type[_Decoded]) -> _Decoded:
     try:
         return msgspec.json.decode(about.astype(np.uint8).tobytes(), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProfileError(f"about is not the JSON of a profile: {error}") from error
+        raise ProfileError(f"its about array is not the JSON of a profile: {error}") from error
 
 
 def _checked(model: RoutedModel, counts: np.ndarray, steps: np.ndarray) -> RoutingCounts:
@@ -271,5 +275,5 @@ def _checked(model: RoutedModel, counts: np.ndarray, steps: np.ndarray) -> Routi
         raise ProfileError(f"steps are {steps.dtype} {list(steps.shape)}, not int64 [2]")
     for name, values in (("counts", counts), ("steps", steps)):
         if values.size and (int(values.min()) < 0 or int(values.max()) > MAX_COUNT):
-            raise ProfileError(f"{name} must be 0..{MAX_COUNT}, and are {values.min()}..{values.max()}")
+            raise ProfileError(f"{name} must be 0..{MAX_COUNT}, but are {values.min()}..{values.max()}")
     return RoutingCounts(counts, (int(steps[0]), int(steps[1])))

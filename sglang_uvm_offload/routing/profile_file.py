@@ -1,4 +1,4 @@
-"""The profile that a running server saves: one file a node, however many ranks hold parts of the model."""
+"""The profile that a running server saves: one file per node, shared by all ranks that hold parts of the model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sglang_uvm_offload.routing.merged_profile import node_file, node_files
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, NewerProfileError, Profile, ProfileError
 
 LOCK_SECONDS = 10.0
-"""How long a save waits for that of another process."""
+"""How long a save waits for another process's save."""
 _TICK = 1e-3
-"""Seconds by which a run begins later than its history, whatever the clock says: of several nodes' files, the latest count."""
+"""A run begins at least this many seconds after its history, whatever the clock says, because readers use the latest run."""
 
 
 _NO_SAVE = config_flag(save_profile=False)
@@ -30,9 +30,9 @@ _NO_SAVE = config_flag(save_profile=False)
 class ProfileFile:
     """Saves this rank's counts, added to the history that the server continues.
 
-    Ranks of a node with other layers or other experts add theirs to the same file, each when it saves: several may have counted
-    replicas of one expert, and experts may change ranks. A save keeps what other ranks added in this run, and the splits of the
-    VRAM, which no server finds. It replaces counts of other runs only if the history includes them.
+    All ranks of a node share the file, and each adds its own layers and experts when it saves. Several ranks may count replicas
+    of one expert, and experts may move between ranks. A save keeps what other ranks added in this run, and the VRAM splits,
+    which only ``replay`` writes. It replaces counts of other runs only if the history includes them.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class ProfileFile:
         began_at: float = 0.0,
         node: int | None = None,
     ):
-        """``history`` may be empty. ``run`` is the launch id of this server, which ``began_at`` that time. ``layers`` are the
-        decoder layers of this rank, which no other one calls ``rank``. ``path`` is that of the whole profile, and ``node`` that
-        of this rank, None where there is one."""
+        """``path`` is the path of the whole profile. ``history`` holds what this server read, and may be empty. ``run`` is the
+        launch id of this server and ``began_at`` its start, in seconds since 1970. ``layers`` are the decoder layers of this
+        rank, whose name within the server is ``rank``. ``node`` is this rank's node, None for a server on a single node."""
         self._whole = path
         self.path = node_file(path, node or 0)
-        """The file that this rank saves to."""
+        """The file to which this rank saves."""
         self._protected = protected
         history = history.limited()
         before = None if node is None else history.seen.counts
@@ -61,9 +61,9 @@ class ProfileFile:
         self._saved = RoutingCounts(np.zeros(1, dtype=np.int64), (0, 0))
 
     def pending(self, seen: RoutingCounts) -> Callable[[], None] | None:
-        """A function that saves ``seen`` (this rank's counts since the start, ``[layers, phase, kind, num_experts]`` by the
-        checkpoint's expert), None if that is saved already. It raises ``WriteRefused`` if the counts in the file, or in those
-        of other nodes, would be lost."""
+        """Return a function that saves ``seen``: this rank's counts since the start, ``[layers, phase, kind, num_experts]`` by
+        the checkpoint's expert ids. None if they are saved already. The function raises ``WriteRefused`` if saving would lose
+        counts in this file or in the files of other nodes."""
         if seen.steps == self._saved.steps:
             return None
         return lambda: self._save(seen)
@@ -79,8 +79,8 @@ class ProfileFile:
         self._saved = seen
 
     def _continued(self) -> Profile:
-        """The file's contents if they are of this run, up to this rank's last save; else the history, with the file's
-        splits."""
+        """The profile to add to: the file's contents if they belong to this run and match this rank's last save, otherwise the
+        history with the file's VRAM splits. Raises ``WriteRefused``."""
         own = (self._whole, self.path)
         there = {path: self._known(path) for path in dict.fromkeys((*own, *node_files(self._whole)))}
         for path, profile in there.items():
@@ -89,12 +89,12 @@ class ProfileFile:
         found = there[self.path]
         if found is None:
             return self._history
-        included = found.ranks.get(self._rank, self._saved.steps)  # another one where an older file was put back
+        included = found.ranks.get(self._rank, self._saved.steps)  # differs if someone put an older file back
         of_run = found if found.run == self._history.run and included == self._saved.steps else self._history
         return of_run.with_slot_shares(found.slot_shares)
 
     def _known(self, path: Path) -> Profile | None:
-        """The profile at ``path``, None if there is none. Raises ``WriteRefused`` for one that this version cannot read."""
+        """The profile at ``path``, None if there is none. Raises ``WriteRefused`` if this version cannot read it."""
         try:
             return Profile.load(path) if path.stat().st_size else None
         except FileNotFoundError:
@@ -110,22 +110,22 @@ class ProfileFile:
             raise atomic_file.WriteRefused(path, problem) from error
 
     def _check(self, path: Path, found: Profile) -> None:
-        """Raises ``WriteRefused`` if counts of another run in the file at ``path`` are not in the history."""
+        """Raise ``WriteRefused`` if ``found``, the file at ``path``, has counts of another run that the history lacks."""
         if found.run == self._history.run or found.digest in self._history.sources:
             return
         if different := self._history.model.differences(found.model):
-            why = f"holds the routing of another model ({'; '.join(different)})"
+            why = f"has the routing of another model ({'; '.join(different)})"
             remedy = f"choose another path, or save nowhere ({_NO_SAVE})"
         else:
-            why = "holds routing that this server did not start from, or that another server has saved since"
-            restart = f"restart with --expert-offload-profile {self._whole} to continue that"
-            remedy = f"{restart}, or choose another path, or save nowhere ({_NO_SAVE})"
-        raise atomic_file.WriteRefused(path, f"{why}, and is left alone; {remedy}")
+            why = "has routing that this server did not start from, or that another server has saved since"
+            restart = f"restart with --expert-offload-profile {self._whole} to continue from it"
+            remedy = f"{restart}, choose another path, or save nowhere ({_NO_SAVE})"
+        raise atomic_file.WriteRefused(path, f"{why}, so the file is left alone; {remedy}")
 
 
 def add_slot_share(path: Path, residency: float, share: float) -> None:
-    """Add a split of the VRAM to the profile at ``path``, which a server may be saving to. Raises ``ProfileError`` if it is no
-    profile, or full, and ``OSError`` if it cannot be read or written."""
+    """Add a VRAM split to the profile at ``path``, even while a server saves to it. Raises ``ProfileError`` if the file is not
+    a profile or has no room for another split, and ``OSError`` if it cannot be read or written."""
     with _locked(path):
         profile = Profile.load(path).with_slot_shares({residency: share})
         atomic_file.replace(path, profile.write, PROFILE_FILE)
@@ -133,12 +133,12 @@ def add_slot_share(path: Path, residency: float, share: float) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Excludes other processes of this machine, where there are locks. The lock is on the folder of ``path``, because the file
-    itself is replaced. Raises ``TimeoutError`` if another process keeps it for ``LOCK_SECONDS``."""
+    """Exclude other processes of this machine, on file systems with locks. Locks the folder of ``path``, because the file
+    itself gets replaced. Raises ``TimeoutError`` if another process holds the lock for ``LOCK_SECONDS``."""
     handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if lock.taken(handle, LOCK_SECONDS) is False:  # without locks, what one rank of several loses, its next save adds again
-            reason = f"another process has kept the folder locked for {LOCK_SECONDS:g} s"
+        if lock.taken(handle, LOCK_SECONDS) is False:  # without locks, a rank's next save adds what a race lost
+            reason = f"another process has held the folder's lock for {LOCK_SECONDS:g} s"
             raise TimeoutError(errno.ETIMEDOUT, reason, str(path.parent))
         yield
     finally:

@@ -163,9 +163,9 @@ def weights(tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_of_another_kind_is_not_replaced_whatever_leads_there(weights, tmp_path, way, monkeypatch):
     path = way(weights, tmp_path / "work")
-    assert_refused(path, "exists and is no note")
+    assert_refused(path, "exists and is not a note")
     monkeypatch.chdir(path.parent)
-    assert_refused(Path(path.name), "exists and is no note")
+    assert_refused(Path(path.name), "exists and is not a note")
     assert weights.read_bytes() == SAFETENSORS
 
 
@@ -197,7 +197,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
     assert_refused(tmp_path / "a", "not a regular file")
     assert_refused(tmp_path / "pipe", "not a regular file")
-    assert_refused(tmp_path / "folder", "must be the path of a file")
+    assert_refused(tmp_path / "folder", "give the path of a file")
     assert_refused(tmp_path / "gone" / "p", f"there is no folder {tmp_path}/gone")
     assert "not a regular file" in (refusal(Path("/dev/null"), NOTE) or "")
     reading, writing = os.pipe()  # ``--out /dev/stdout`` in a shell's pipe

@@ -126,7 +126,7 @@ def test_an_end_does_not_wait_for_a_save_that_hangs(server, caplog, monkeypatch)
     server.gate.clear()
     server.after(PERIOD_SECONDS, server.saver.save_if_due)
     server.saver.finish()
-    assert "the profile could not be saved: the save before hangs" in caplog.text
+    assert "the profile could not be saved: the previous save hangs" in caplog.text
     assert server.waited == [False], "another save was begun beside it"
     server.gate.set()
     server.settle()

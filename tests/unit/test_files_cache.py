@@ -72,11 +72,11 @@ def a_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (open_to(0o775), "is open to other users (mode 775); remove it, it is made again"),
+        (open_to(0o775), "is open to other users (mode 775); remove it, and it is created again"),
         (open_to(0o707), "is open to other users (mode 707)"),
         pytest.param(given_away, f"belongs to another user (uid {ANOTHER})", marks=needs_root),
         (linked, "is a symbolic link"),
-        (a_file, "is of another kind"),
+        (a_file, "is not of the expected kind"),
     ],
 )
 def test_a_folder_that_others_could_have_filled_is_not_used(base, which, spoil, reason, caplog):
@@ -142,9 +142,9 @@ def test_where_no_place_is_safe_the_error_says_all_and_what_to_set(base, spoil):
     base.chmod(0o777)
     instead(base).parent.mkdir(mode=0o700)
     spoil(instead(base).parent)
-    with pytest.raises(OSError, match="set XDG_CACHE_HOME to a folder that this user alone can write to") as refused:
+    with pytest.raises(OSError, match="set XDG_CACHE_HOME to a folder that only this user can write to") as refused:
         cache.private_folder("things")
-    assert f"lies in {base}, to which other users can write" in str(refused.value)
+    assert f"lies in {base}, which other users can write to" in str(refused.value)
     assert f"{instead(base).parent} is" in str(refused.value)
 
 

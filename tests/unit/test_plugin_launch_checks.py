@@ -98,7 +98,7 @@ def test_statistics_replace_statistics_and_nothing_else(tmp_path: Path) -> None:
     path.write_text('{"results": []}')
     (problem,) = file_problems(args, stats=path)
     assert problem.startswith("--expert-offload-config stats ")
-    assert "exists and is no statistics file" in problem
+    assert "exists and is not a statistics file" in problem
     (problem,) = file_problems(args, trace=tmp_path / "t.npz", stats=tmp_path / "t.npz")
     assert "is the file of --expert-offload-config trace" in problem
     (problem,) = file_problems(args, stats=tmp_path / "model" / "s.json")

@@ -69,7 +69,7 @@ def test_a_router_that_fails_ends_guessing_and_neither_the_recording_nor_the_ser
     recording.recorder.poll()
     assert recording.recorder.log.trace(2).ids.tolist() == [[[5, 1]], [[6, 1]]]
     assert [record.getMessage() for record in caplog.records] == [
-        "Expert offload: trace: no more guesses: RuntimeError: mat1 and mat2"
+        "Expert offload: the trace gets no more guesses: RuntimeError: mat1 and mat2"
     ]
 
 

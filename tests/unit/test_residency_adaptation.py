@@ -266,10 +266,10 @@ class TestDecisionsBesideTheSteps:
         for _ in range(3):
             now[0] += manager_module.CHECK_SECONDS
             rank.manager.poll_if_due()
-        assert rank_status(rank.manager).fault.endswith("a call to the driver has not returned in 600 s")
+        assert rank_status(rank.manager).fault.endswith("a driver call did not return within 600 s")
         assert caplog.text.count("adapting stopped") == 1
         monkeypatch.setattr(mover, "STUCK_SECONDS", 0.01)
-        with pytest.raises(TimeoutError, match="moves of experts have not ended in"):
+        with pytest.raises(TimeoutError, match=r"expert moves did not finish within 0\.01 s; restart the server"):
             rank.manager.wait_for_moves()
 
     def test_what_is_decided_on_the_steps_up_to_one_look_is_taken_at_the_next(self):

@@ -144,7 +144,7 @@ def test_a_memory_that_cannot_tell_and_one_that_fails_leave_it_open(caplog):
     for _ in range(2):
         assert rank.look() is None
     assert len(memory.asked) == asked + 4 * LAYERS  # once: what failed is not tried again
-    assert warnings(caplog) == ["Expert offload: whether residents are evicted can no longer be told"]
+    assert warnings(caplog) == ["Expert offload: eviction checks disabled after an error"]
 
 
 def test_a_look_is_every_ten_seconds_and_beside_the_steps_and_one_at_a_time():

@@ -53,7 +53,7 @@ def test_without_a_new_token_residents_stay(caplog):
         rank.manager.readvise()
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     assert rank.manager.ledger.moves == moves
-    assert "no token since residents were last chosen; they stay" in caplog.text
+    assert "residents stay as they are: no token was computed since they were last chosen" in caplog.text
 
 
 def test_a_replica_without_traffic_yet_still_warms_up():

@@ -138,7 +138,7 @@ def test_the_file_that_is_saved_may_be_absent_or_without_routing(path):
     saved(path, Profile.empty(MODEL).with_slot_shares({0.5: 0.25}))
     found = load(path, saved=path)
     assert (found.continued.slot_shares, found.problems) == ({0.5: 0.25}, [])
-    assert "holds no routing yet" in load(path).problems[0]
+    assert "has no routing yet" in load(path).problems[0]
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-100], lambda whole: b"", lambda whole: b"other"])
@@ -165,7 +165,7 @@ def test_the_files_of_this_model_are_used_and_each_other_one_is_named(tmp_path):
     assert [problem.split(":")[0] for problem in found.problems] == [str(path) for path in bad]
     assert found.problems[0].endswith("is of another model: name Other, not GLM-4.5")
     assert "different models" in found.problems[1]
-    assert found.problems[-1].endswith(f"link: is the same file as {good[0]}: its routing would count twice")
+    assert found.problems[-1].endswith(f"link: is the same file as {good[0]}, so its routing would count twice")
 
 
 def test_a_file_that_would_exceed_what_can_be_read_again_is_named_and_left_out(tmp_path):

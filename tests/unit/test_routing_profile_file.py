@@ -165,7 +165,7 @@ def test_a_save_waits_no_longer_than_that_for_a_lock_that_another_keeps(path, mo
     file = ProfileFile(path, Profile.empty(MODEL), "now", *WHOLE)
     folder = os.open(path.parent, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    with pytest.raises(TimeoutError, match="another process has kept the folder locked"):
+    with pytest.raises(TimeoutError, match="another process has held the folder's lock"):
         save(file, ones())
     os.close(folder)
     save(file, ones())
@@ -189,7 +189,7 @@ def test_a_file_that_is_no_profile_is_not_replaced(path, caplog):
     file, seen = parts(path, "now")[0]
     Saver("profile", lambda wait: file.pending(seen)).finish()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert f"{path}: exists and is no routing profile" in caplog.text
+    assert f"{path}: exists and is not a routing profile" in caplog.text
     assert path.read_bytes() == b"weights"
     path.unlink()
     Saver("profile", lambda wait: file.pending(seen)).finish()
@@ -213,7 +213,7 @@ def refused(file, seen, caplog):
     before = file.path.read_bytes()
     caplog.clear()
     Saver("profile", lambda wait: file.pending(seen)).finish()
-    if "holds routing that this server did not start from, or that another server has saved since" not in caplog.text:
+    if "has routing that this server did not start from, or that another server has saved since" not in caplog.text:
         return False
     assert file.path.read_bytes() == before
     return True
@@ -284,7 +284,7 @@ BEFORE = {
     "a damaged profile": (lambda path: rewritten(saved(path, Profile.empty(MODEL)), steps=np.zeros(3)), "move it away"),
     "a newer format": (lambda path: rewritten(saved(path, Profile.empty(MODEL)), about={"version": 2}), "upgrade"),
     "a newer format of other arrays": (lambda path: newer(path), "has format 9; this version of sglang-uvm-offload reads"),
-    "no profile": (lambda path: path.write_bytes(b"weights"), "exists and is no routing profile"),
+    "no profile": (lambda path: path.write_bytes(b"weights"), "exists and is not a routing profile"),
 }
 
 

@@ -258,7 +258,7 @@ class TestSaving:
         traffic.path.write_bytes(SAFETENSORS)
         Saver("trace", traffic.recorder.pending).finish()
         assert [record.levelname for record in caplog.records] == ["ERROR"]
-        assert f"{traffic.path}: exists and is no routing trace" in caplog.text
+        assert f"{traffic.path}: exists and is not a routing trace" in caplog.text
         assert traffic.path.read_bytes() == SAFETENSORS
         traffic.path.unlink()
         assert traffic.recorded() == [[0]]

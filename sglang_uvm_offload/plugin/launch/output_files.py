@@ -1,4 +1,4 @@
-"""Checks that a server's output files replace nothing that they must not."""
+"""Checks that a server's output files do not replace files that must be kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATS_FILE = Kind("statistics file", _is_stats)
 
 
 def unless_read_only(config: RequestedConfig, server_args: Any) -> RequestedConfig:
-    """``config``, which saves no profile if the one that it reads is there and must not be replaced."""
+    """``config``, without saving the profile if the file exists and must not be replaced."""
     path = config.save_profile
     if path is None or path not in config.profiles:
         return config
@@ -47,19 +47,19 @@ def unless_read_only(config: RequestedConfig, server_args: Any) -> RequestedConf
     why = f"{closed} is read-only" if closed else refusal(own, PROFILE_FILE, model_folders(server_args))
     if why is None:
         return config
-    logger.info("Expert offload: %s %s: the routing is not saved: %s", flag_name("profile"), path, why)
+    logger.info("Expert offload: profile %s: only read, not saved: %s", path, why)
     return dataclasses.replace(config, save_profile=None)
 
 
 def _is_read_only(path: Path) -> bool:
-    """By its mode, which a superuser need not heed, or for another reason."""
+    """Whether the path is read-only: by its mode, even if a superuser could write to it, or for another reason."""
     return os.path.exists(path) and not (os.stat(path).st_mode & 0o222 and os.access(path, os.W_OK))
 
 
 def problems(config: RequestedConfig, server_args: Any) -> list[str]:
-    """Why the files that ``config`` names cannot be written."""
+    """Why files that ``config`` names cannot be written."""
     folders, others = model_folders(server_args), {}
-    # A profile may be read from and saved to the same path: the saved profile includes the one that was read.
+    # Reading a profile from the path that it is saved to is allowed: the saved profile includes it.
     for path in config.profiles:
         others[path] = f"a file of {flag_name('profile')}"
     wanted = []
@@ -80,7 +80,7 @@ def problems(config: RequestedConfig, server_args: Any) -> list[str]:
 
 
 def model_folders(server_args: Any) -> Protected:
-    """The folders of the model, its draft model and its tokenizer, where nothing may be written."""
+    """The folders of the model, its draft model and its tokenizer, which must not be written to."""
     cfg = resolving_view(server_args)
     models = {
         "the tokenizer's folder": cfg.tokenizer_path,
@@ -91,8 +91,8 @@ def model_folders(server_args: Any) -> Protected:
 
 
 def _folders(model: str, download_dir: str | None) -> Iterator[Path]:
-    """The folder of a local model, or the (future) entry of a Hugging Face id in the cache. A snapshot there links to files
-    outside its folder, so the whole entry counts."""
+    """The folder of a local model, or the cache entry of a Hugging Face id, which may not exist yet. A snapshot in the cache
+    links to files outside its folder, so the whole entry counts."""
     folder = Path(model)
     if not folder.exists():
         yield Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")

@@ -1,4 +1,4 @@
-"""Which routing profiles a launch reads, and what its log says of them."""
+"""Loads the routing profiles of a launch, and logs what they are used for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def named(model_config: Any) -> tuple[str, str]:
 
 
 def load_profiles(config: Settings, model_config: Any) -> LoadedProfiles:
-    """Reads the files of ``--expert-offload-profile``. Raises ``FlagError`` for files that cannot be used, except those of a
-    newer format. ``BuiltModel.problems`` compares their layers with the built model."""
+    """Read the files of ``--expert-offload-profile``. Raises ``FlagError`` for unusable files, except those of a newer format.
+    ``BuiltModel.problems`` compares their layers with the built model."""
     found = load_for(*named(model_config), config.profiles, config.save_profile)
     if found.problems:
         raise FlagError([f"{flag_name('profile')} {problem}" for problem in found.problems])
@@ -28,7 +28,7 @@ def load_profiles(config: Settings, model_config: Any) -> LoadedProfiles:
 
 
 def announce(found: LoadedProfiles, config: Settings) -> None:
-    """Log what the profiles are used for. Call it once for each launch."""
+    """Log what the profiles are used for. Call once per launch."""
     for newer in found.newer:
         logger.warning(
             "Expert offload: profile %s. The server starts without it and leaves it alone; upgrade sglang-uvm-offload to use "

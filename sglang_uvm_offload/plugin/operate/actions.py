@@ -78,4 +78,4 @@ def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) ->
 
 
 END: dict[str, int] = {KEY: len(Action)}
-"""The message that the server has been told to end. No operator can request it."""
+"""The message that the server was told to end. It is not an action that operators can request."""

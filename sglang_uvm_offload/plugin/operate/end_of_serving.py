@@ -1,5 +1,5 @@
-"""Saves the profile and the trace on SIGTERM. SGLang first answers its pending requests, and those that keep coming. The final
-save comes after them: minutes later, or never if something kills the server before."""
+"""Saves the profile and the trace on SIGTERM. SGLang first answers pending requests and those that keep arriving, so the final
+save comes minutes later, or never if the server is killed before."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _under_way: set[asyncio.Task[None]] = set()
 
 
 def install(add: Callable[[str, Any, HookType], None]) -> None:
-    """Call this in the process that gets the signal."""
+    """Install the hook. Call in the process that gets the signal."""
     add(_HANDLER, _after_sigterm, HookType.AFTER)
 
 
 def _after_sigterm(result: Any, handler: Any, *args: Any, **kwargs: Any) -> None:
-    """The event loop calls this."""
+    """Runs on the event loop."""
     task = asyncio.get_running_loop().create_task(_save(handler.tokenizer_manager))
     _under_way.add(task)  # the event loop keeps only weak references to tasks
     task.add_done_callback(_under_way.discard)
@@ -34,5 +34,5 @@ def _after_sigterm(result: Any, handler: Any, *args: Any, **kwargs: Any) -> None
 async def _save(manager: Any) -> None:
     try:
         await manager.set_internal_state(SetInternalStateReq(server_args=END))
-    except Exception as error:  # noqa: BLE001 -- the server is ending, and its ranks save once more at exit
+    except Exception as error:  # noqa: BLE001 -- the server ends, and its ranks save again at exit
         logger.warning("Expert offload: could not save on SIGTERM: %s: %s", type(error).__name__, error)

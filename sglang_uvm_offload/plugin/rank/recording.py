@@ -1,4 +1,4 @@
-"""Records routing traces in SGLang: which rank records, and which steps and rows are decoded tokens."""
+"""Records routing traces in SGLang: decides which rank records, and which steps and rows are decoded tokens."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from sglang_uvm_offload.routing.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_REQUESTS = 4096
-"""SGLang's limit on running requests if no flag sets one."""
+"""SGLang's limit on running requests when no flag sets one."""
 _FLAG = flag_name("trace")
 
 
 class Recording:
-    """The trace of a scheduler. Only the first of the ranks that compute the same tokens records."""
+    """The trace of one scheduler. Of the ranks that compute the same tokens, only the first records."""
 
     def __init__(self, path: Path):
         self.path = path
         self.recorder: Recorder | None = None
         self.lookahead: Lookahead | None = None
-        """None where nothing is guessed."""
+        """The guesses of later layers' experts; None if the model allows none."""
 
     def problems(self, model: BuiltModel) -> list[str]:
-        """Why the target model cannot be recorded."""
+        """Why the target model's routing cannot be recorded."""
         if model.top_k is None:
             return [f"{_FLAG}: neither this model's layers nor its config give the number of experts per token"]
         if len(set(model.moe_layers)) < len(model.moe_layers):
-            return [f"{_FLAG}: decoder layers of this model have several routers, and a token uses only one of them"]
+            return [f"{_FLAG}: decoder layers of this model have several routers, of which a token uses only one"]
         return []
 
     def begin(
         self, model: ModelExperts, top_k: int | None, module: torch.nn.Module, layers: Sequence[torch.nn.Module]
     ) -> Saver | None:
-        """Start recording the target model, whose layers use ``top_k`` routed experts per token, and return the saver; None on
-        a rank that does not record. ``module``, and its MoE ``layers``, are SGLang's. Call this when the model is loaded."""
+        """Start recording the loaded target model, whose layers use ``top_k`` routed experts per token. Returns the saver, or
+        None on a rank that does not record. ``module`` and its MoE ``layers`` are SGLang's."""
         parallel = get_parallel()
         if parallel.tp_rank or parallel.dp_rank or not model.layers:
             return None
         assert top_k is not None, "problems was not called"
         if self.path.exists():
-            logger.warning("Expert offload: trace: the file %s exists and will be replaced", self.path)
+            logger.warning("Expert offload: the trace file %s exists and will be replaced", self.path)
         lookahead = Lookahead(module, layers, model.num_logical, top_k)
         self.lookahead = lookahead if lookahead.guessing else None
         self.recorder = Recorder(
@@ -69,9 +69,9 @@ class Recording:
         return Saver("trace", self.recorder.pending, path=self.path)
 
     def record(self, index: int, routing: LayerRouting, num_shared: int, hidden: torch.Tensor | None) -> None:
-        """Record the routing of the model's MoE layer ``index``, and what its input ``hidden[rows, width]`` says of the next
-        layers. In ``routing``, the ids of ``num_shared`` fused shared experts follow the routed ones. Raises ``FlagError`` for
-        routing without ids."""
+        """Record the routing of the model's MoE layer ``index``, and the guesses for the next layers from its input
+        ``hidden[rows, width]``. In ``routing``, the ids of ``num_shared`` fused shared experts follow the routed ones. Raises
+        ``FlagError`` for routing without ids."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -89,7 +89,7 @@ class Recording:
     def _guess(
         self, lookahead: Lookahead, recorder: Recorder, index: int, routing: LayerRouting, hidden: torch.Tensor | None
     ) -> None:
-        """What fails ends guessing and nothing else: a model may have a router that is none of those known."""
+        """Record guesses. An error ends guessing and nothing else, because a model may have an unknown kind of router."""
         assert routing.ids is not None
         try:
             rows = min(len(routing.ids), recorder.max_rows)
@@ -97,21 +97,21 @@ class Recording:
                 recorder.record_guess(*guess)
         except Exception as error:
             self.lookahead = None
-            logger.exception("Expert offload: trace: no more guesses: %s: %s", type(error).__name__, error)
+            logger.exception("Expert offload: the trace gets no more guesses: %s: %s", type(error).__name__, error)
 
     def after_forward(self, result: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """A step was launched. The rows of a decode step of the target model are decoded tokens."""
+        """Finish recording a launched step. Each row of a decode step of the target model is a decoded token."""
         recorder = self.recorder
         if recorder is None or runner.is_draft_worker or not batch.forward_mode.is_decode() or not batch.rids:
             return
         lengths = batch.seq_lens_cpu
         if lengths is None or len(lengths) != len(batch.rids):
-            recorder.drop("its requests' lengths are not known on the host")
+            recorder.drop("the lengths of its requests are not known on the host")
             return
         recorder.end_step(batch.rids, lengths.tolist())
 
     def status(self) -> TraceStatus | None:
-        """The recording's status in ``/server_info``, None on a rank that does not record."""
+        """The recording's status in ``/server_info``; None on a rank that does not record."""
         recorder = self.recorder
         if recorder is None:
             return None

@@ -1,4 +1,4 @@
-"""Which ranks save a server's profile, and its statistics, and what each saves."""
+"""Decides which ranks save a server's profile and statistics, and what each of them saves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SHOWN = ("tp_size", "pp_size", "ep_size", "dp_size", "enable_dp_attention")
 
 
 def profile_saver(manager: OffloadManager, model: RoutedModel, history: Profile | None) -> Saver | None:
-    """The saver of this rank's profile, None on a rank whose counts another rank saves. ``history``: what the server
-    adds its counts to, None for a new profile."""
+    """The saver of this rank's counts; None on a rank whose counts another rank saves. ``history``: the profile to which the
+    server adds its counts; None to start a new one."""
     parallel = get_parallel()
     launch = manager.config.launch_id, manager.config.began_at
-    if parallel.nnodes > 1:  # each has a launcher of its own, which named the run, and whose flags may differ
+    if parallel.nnodes > 1:  # each node has its own launcher, with its own name for the run and perhaps other flags
         launch = get_world_group().broadcast_object(launch, src=0)
     if manager.config.save_profile is None:
         return None
@@ -54,8 +54,8 @@ def profile_saver(manager: OffloadManager, model: RoutedModel, history: Profile 
 
 
 def stats_saver(path: Path | None, status: Callable[[], RankStatus]) -> Saver | None:
-    """The saver of the statistics of this rank's replica, None on a rank whose replica another rank writes for. It saves only
-    what waits for the device: at the end, on SIGTERM, and for an operator."""
+    """The saver of this replica's statistics; None on all ranks of the replica but the first. It saves only when the snapshot
+    may wait for the device: at the end, on SIGTERM, and for an operator."""
     parallel = get_parallel()
     replica = 0 if compat.attn_dp_enabled() else parallel.dp_rank or 0
     if path is None or parallel.tp_rank or parallel.pp_rank:
@@ -72,7 +72,7 @@ def _pending(path: Path, status: RankStatus) -> Callable[[], None]:
 
 
 def _server_info(args: Any, status: RankStatus) -> dict[str, Any]:
-    """As ``/server_info`` shows it, so that ``sglang-uvm-offload report`` reads both."""
+    """The statistics in the form of ``/server_info``, so that ``sglang-uvm-offload report`` reads both."""
     config = config_of(args)
     assert config is not None
     state = {name: getattr(args, name, None) for name in (*_SHOWN, "expert_offload_num_resident")}
