@@ -10,6 +10,7 @@ import numpy as np
 
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
+from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.routing.merged_profile import load_whole, merge, same_file, without_nodes
 from sglang_uvm_offload.routing.profile import PROFILE_FILE, Profile, ProfileError, reason
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             profiles.append(load_whole(path))
         except (ProfileError, OSError) as error:
-            problems.append(f"{path}: {reason(error)}")
+            problems.append(f"{path}: {mistaken(path, 'profile') or reason(error)}")
             continue
         say(f"{path}\n{describe(profiles[-1])}")
     if not problems and args.out is not None:

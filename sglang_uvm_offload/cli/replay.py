@@ -16,6 +16,7 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from sglang_uvm_offload.cli.terminal import complain, say
+from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.replay import room
 from sglang_uvm_offload.replay.policies import AHEAD, EXPERT_BYTES, LINK_GBPS, OFFERED, POLICIES, SHIPPED, SLOTS
 from sglang_uvm_offload.replay.results import DraftReads, Foreseen, Replay, Scope, Split
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         guessed = _lookahead(args, trace, scored) if mode is _replay else []
     except (ValueError, OSError, MemoryError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
-        complain(f"cannot replay {args.trace}: {said or type(error).__name__}")
+        complain(f"cannot replay {args.trace}: {mistaken(args.trace, 'replay') or said or type(error).__name__}")
         return 2
     finally:
         _progress("")

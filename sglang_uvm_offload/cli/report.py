@@ -18,6 +18,7 @@ import msgspec
 from sglang_uvm_offload.cli.terminal import complain, say
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import reading
+from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.report.html import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 
@@ -65,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
 def report_of(source: str) -> str:
     """The report for a URL or a file. Raises ``SourceError``."""
-    data = _fetched(source) if re.match("https?://", source, re.IGNORECASE) else _read(source)
+    from_server = re.match("https?://", source, re.IGNORECASE)
+    if not from_server and (other := mistaken(source, "report")):
+        raise SourceError(f"{source}: {other}")
+    data = _fetched(source) if from_server else _read(source)
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         if "results" in keys:

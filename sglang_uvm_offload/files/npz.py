@@ -14,13 +14,15 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
 
 from sglang_uvm_offload.files import reading
 
+NPY_MAGIC = npy.MAGIC_PREFIX
+"""How an npy file begins."""
 MAX_AT_ONCE = 1 << 17
 """The maximum size of one read, in bytes: more than the longest comment at the end of a zip. A directory of this size lists
 some two thousand arrays, and our files have a handful."""
@@ -55,6 +57,43 @@ def names(path: str | os.PathLike[str]) -> set[str]:
     """The names of the file's arrays. Raises ``NpzError`` if it is not an npz file, ``OSError`` if it cannot be opened."""
     with _opened(path) as archive:
         return {name.removesuffix(".npy") for name in archive.namelist()}
+
+
+class ArrayShape(NamedTuple):
+    """What an array's header declares."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def is_ids(self) -> bool:
+        """Whether it may be ids[token, layer, k]."""
+        return len(self.shape) == 3 and self.dtype.kind in "iu"
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def shapes(path: str | os.PathLike[str]) -> dict[str, ArrayShape]:
+    """Those of the arrays of an npz file, whose contents are not read. Raises ``NpzError`` and ``OSError`` as ``names``
+    does."""
+    found = {}
+    with _opened(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as file:
+                found[name.removesuffix(".npy")] = shape_of(file)
+    return found
+
+
+def shape_of(file: IO[bytes]) -> ArrayShape:
+    """That of an npy file. Raises ``NpzError``."""
+    try:
+        shape, _, dtype = _header(file, "the array")
+    except NpzError:
+        raise
+    except Exception as error:  # as in ``_opened``
+        raise NpzError(f"not a readable npy file: {str(error) or type(error).__name__}") from error
+    return ArrayShape(dtype, shape)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from sglang_uvm_offload.expert_location import ExpertLocation, by_place
 from sglang_uvm_offload.files import atomic as atomic_file
 from sglang_uvm_offload.files import npz
+from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.files.reading import printable
 from sglang_uvm_offload.routing.counts import Phase, RoutingCounts
 from sglang_uvm_offload.units import Share
@@ -156,7 +157,7 @@ class Profile:
             about, counts, steps, *history = npz.read(path, limits, optional={"history": MAX_BYTES})
         except npz.NpzError as error:
             _check_format(path)  # a newer one may have other arrays
-            raise ProfileError(str(error)) from error
+            raise ProfileError(mistaken(path, "profile") or str(error)) from error
         told = _about(about)
         model = RoutedModel(told.name, told.architecture, tuple(told.moe_layers), told.num_experts, told.top_k)
         seen = _checked(model, counts, steps)

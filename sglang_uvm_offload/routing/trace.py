@@ -1,9 +1,9 @@
 """A routing trace: which experts each token of some requests used, layer by layer.
 
-A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers; -1: no expert), ``seq_len[request]`` (tokens per request;
-``ids`` holds the requests one after another) and the scalar ``num_experts``. It may also have guesses (``routing/guesses``). It
-may come from anywhere, so it is untrusted input: nothing is unpickled, and declared sizes are bounded before memory is taken
-for them.
+A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers), ``seq_len[request]`` (tokens per request; ``ids`` holds
+the requests one after another) and the scalar ``num_experts``. The id -1 means no expert; so does 255 or 65535, its unsigned
+form, beyond the model's experts. The file may also have guesses (``routing/guesses``). It may come from anywhere, so it is
+untrusted input: nothing is unpickled, and declared sizes are bounded before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MAX_BYTES = 1 << 30
 """Of the ids, and of the guesses: what a server records, in the largest integers."""
 MAX_IDS = 1 << 28
 """Twice what a server records: half a GiB once they are int16."""
+UNSIGNED_MINUS_ONE = frozenset((1 << bits) - 1 for bits in (8, 16, 32, 64))
+_WIDER = {"u1": np.int16, "u2": np.int32, "u4": np.int64, "u8": np.int64}
 MAX_LAYERS = 1 << 10
 MAX_EXPERTS = 1 << 15
 
@@ -89,6 +91,7 @@ class Trace:
             raise TraceError(str(error)) from error
         if num_experts.size != 1 or not np.issubdtype(num_experts.dtype, np.integer):
             raise TraceError(f"num_experts must be one integer, not {num_experts.dtype} {list(num_experts.shape)}")
+        ids = _signed(ids, int(num_experts.reshape(())))
         if seq_len.size == max(seq_len.shape, default=1):
             seq_len = seq_len.reshape(-1)  # drop axes of size 1
         if len(guesses) == 1:
@@ -135,6 +138,17 @@ class Trace:
             # The id -1 sets the last column, which is not returned.
             activated[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
         return activated[:, :, : self.num_experts]
+
+
+def _signed(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """``ids`` with -1 in place of what it is as an unsigned integer, by which other tools mark places without an expert."""
+    most = int(ids.max()) if ids.size and ids.dtype.kind in "iu" else 0
+    if most not in UNSIGNED_MINUS_ONE or most < num_experts:
+        return ids
+    padding = ids == most
+    ids = ids.astype(_WIDER.get(ids.dtype.str[1:], ids.dtype), copy=False)
+    ids[padding] = -1
+    return ids
 
 
 def _small(ids: np.ndarray) -> np.ndarray:

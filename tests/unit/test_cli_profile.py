@@ -46,7 +46,7 @@ def test_several_are_merged_under_a_new_name_with_their_splits(tmp_path, capsys)
 def test_all_problems_are_named_and_nothing_is_written(good, tmp_path, capsys):
     (tmp_path / "text.npz").write_text("hello")
     err = refused(capsys, tmp_path / "all", good, tmp_path / "text.npz", tmp_path / "gone.npz", "--model", "m\udcff")
-    assert "text.npz: not a readable npz" in err
+    assert "text.npz: this is a text file\n" in err
     assert "gone.npz: No such file" in err
     assert r"--model 'm\udcff': has characters that cannot be printed" in err
     assert main(["profile", str(good), "--model", "x"]) == 2

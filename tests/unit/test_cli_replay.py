@@ -75,7 +75,7 @@ def test_what_cannot_be_replayed_is_one_line(saved, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(simulator, "replay", out_of_memory)
     assert replay(saved) == 2
     assert capsys.readouterr().err == f"cannot replay {saved}: Unable to allocate 1.00 TiB\n"
-    (tmp_path / "other.npz").write_bytes(b"PK not a zip")
+    (tmp_path / "other.npz").write_bytes(b"PK\x03\x04 not a zip")
     assert replay(tmp_path / "other.npz") == 2
     assert capsys.readouterr().err.startswith(f"cannot replay {tmp_path / 'other.npz'}: not a readable npz file")
 

@@ -127,6 +127,22 @@ class TestFile:
         with pytest.raises(TraceError, match=message):
             Trace.load(write(path, **{**GOOD, **change}))
 
+    @pytest.mark.parametrize(
+        ("padding", "stored"),
+        [(255, np.uint8), (255, np.int32), (65535, np.uint16), (2**32 - 1, np.uint32), (2**64 - 1, np.uint64)],
+    )
+    def test_an_unsigned_minus_one_means_no_expert(self, path, padding, stored):
+        ids = np.array([[[0], [3]], [[1], [padding]], [[2], [2]]], dtype=stored)
+        found = Trace.load(write(path, **{**GOOD, "ids": ids}))
+        assert found.ids[..., 0].tolist() == [[0, 3], [1, -1], [2, 2]]
+        if stored == np.uint8:  # an expert of a model that has so many
+            assert Trace.load(write(path, **{**GOOD, "ids": ids, "num_experts": np.int64(256)})).ids[1, 1] == 255
+
+    def test_other_ids_beyond_the_models_are_refused_beside_it(self, path):
+        ids = np.array([[[0], [200]], [[1], [255]], [[2], [2]]], dtype=np.uint8)
+        with pytest.raises(TraceError, match=r"-1\.\.3, and are -1\.\.200"):
+            Trace.load(write(path, **{**GOOD, "ids": ids}))
+
     @pytest.mark.parametrize("seq_len", [3, [3], [[1], [2]], [[1, 2]]])
     def test_lengths_along_one_axis_are_those_of_the_requests(self, path, seq_len):
         loaded = Trace.load(write(path, **{**GOOD, "seq_len": np.array(seq_len)}))
