@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sglang_uvm_offload.cli.terminal import complain, say
+from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.flags import FLAGS, OPTIONS, TABLES, flag_name
 from sglang_uvm_offload.plan import hub, planner
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.gpus import GPUS
 from sglang_uvm_offload.plan.inputs import Assumptions, Parallel, Reserve, Workload
-from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES
+from sglang_uvm_offload.plan.kv_cache import DTYPES
 from sglang_uvm_offload.plan.lookup_tables import (
     BACKENDS,
     ENGRAM_VARIABLE,
@@ -34,6 +35,7 @@ from sglang_uvm_offload.plan.machine import EXAMPLES, FIGURES, Machine, MachineE
 from sglang_uvm_offload.plan.measured_link import with_measured_link
 from sglang_uvm_offload.plan.model_files import ModelFiles
 from sglang_uvm_offload.plan.model_shape import ModelShape
+from sglang_uvm_offload.plan.outcome import Plan
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.residency.slot_split import Slots
@@ -90,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--prompt-tokens", type=_count, default=4096, help="prompt tokens for the prefill estimate (default 4096)"
     )
-    work.add_argument("--kv-cache-dtype", choices=tuple(DTYPE_BYTES), default="bfloat16")
+    work.add_argument("--kv-cache-dtype", choices=DTYPES, default="auto")
     work.add_argument(
         "--quantization",
         metavar="METHOD",
@@ -135,7 +137,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     assumed.add_argument("--read-efficiency", type=_number(1), help="rate of zero-copy reads, as a share of --link-gbps")
     assumed.add_argument("--accepted-tokens", type=_number(1e6), help="accepted tokens per request and step with draft tokens")
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    shown.add_argument(
+        "--flags-only", action="store_true", help="print only the flags of the launch, on one line, quoted for a shell"
+    )
+    shown.add_argument("--explain", action="store_true", help="also print the formulas, assumptions and sources")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,10 +190,25 @@ def run(args: argparse.Namespace) -> int:
         slots=Slots(args.slots),
         tables_in=place,
         num_resident=args.num_resident,
+        quantization=args.quantization,
     )
     result = planner.plan(case, args.hit_rate)
-    say(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result))
+    if args.flags_only:
+        return _say_flags(result)
+    say(json.dumps(dataclasses.asdict(result), indent=1) if args.json else planner.render(result, args.explain))
     return 0 if result.fits else 1
+
+
+def _say_flags(result: Plan) -> int:
+    """Nothing but the flags on standard output, and nothing there if the model does not fit."""
+    for problem in (*result.problems, *(f"enough would be: {need}" for need in result.needs)):
+        complain(problem)
+    if not result.fits:
+        return 1
+    for variable in result.environment:
+        complain(f"the launch needs {variable} in its environment")
+    say(" ".join(result.flags))
+    return 0
 
 
 def _table_problem(args: argparse.Namespace, model: ModelShape) -> str:
@@ -212,6 +234,8 @@ def _tables_in(args: argparse.Namespace, model: ModelShape) -> str:
 def _model(name: str, quantization: str | None) -> ModelShape:
     """The model at a path or with a Hugging Face id."""
     if os.path.lexists(name) or not hub.is_id(name):
+        if other := mistaken(name, "plan"):
+            raise CheckpointError(f"{name}: {other}")
         return shape_of(Path(name), quantization=quantization)
     return shape_of(ModelFiles(name).config, name, quantization=quantization)
 

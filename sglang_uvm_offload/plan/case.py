@@ -42,6 +42,8 @@ class Case(RankWeights):
 
     num_resident: int | None = None
     """Residents of a layer, None for the most that fit."""
+    quantization: str | None = None
+    """``--quantization`` as given, None without the flag."""
 
     # Dividing
 

@@ -39,7 +39,7 @@ class GrantedVram:
             pp=self.parallel.pp,
             dp_attention=self.parallel.dp if self.parallel.dp_attention else 1,
             latent_attention=bool(self.model.kv.latent),
-            max_running_requests=self.workload.requests,
+            max_running_requests=self.workload.running_requests(self.parallel),
             chunked_prefill_size=self.reserve.chunked_prefill_size,
         )
 

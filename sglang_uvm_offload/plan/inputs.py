@@ -20,7 +20,7 @@ class Workload:
     page_tokens: int = 64
     """Tokens in a page of the KV cache (``--page-size``): 64 is the largest that SGLang's attention backends choose by
     themselves."""
-    kv_cache_dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
     speculative: bool = False
     """NEXTN: the model's draft layers are loaded too."""
     draft_num_resident: int | None = None
@@ -44,6 +44,10 @@ class Workload:
 
     def requests_of_rank(self, parallel: Parallel) -> int:
         return -(-self.requests // parallel.dp)
+
+    def running_requests(self, parallel: Parallel) -> int:
+        """The value of ``--max-running-requests``: requests of one replica. Its attention groups share them evenly."""
+        return self.requests_of_rank(parallel) * (parallel.dp if parallel.dp_attention else 1)
 
     def tokens_of_rank(self, parallel: Parallel) -> int:
         """Tokens of KV cache that a rank needs."""

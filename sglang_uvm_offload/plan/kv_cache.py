@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""The supported values of ``--kv-cache-dtype``; ``auto`` is the model's own two-byte type."""
+DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes per value of a ``--kv-cache-dtype``. ``auto`` is the model's own two-byte type; SGLang may choose a smaller one."""
+DTYPES = tuple(name for name in DTYPE_BYTES if name != "float16")
+"""Those that SGLang's flag takes."""
 
 WINDOW_RATIO = 0.8
 """The default of ``--swa-full-tokens-ratio``: slots of a sliding-window layer for each slot of a full one."""

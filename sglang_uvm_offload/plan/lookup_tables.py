@@ -126,6 +126,12 @@ def table_flags(tables: Iterable[LookupTable], place: str) -> list[str]:
     return [PLE_FLAG, *(["--ple-offload-backend file"] if place == FILE else [])]
 
 
+def table_environment(tables: Iterable[LookupTable], place: str) -> tuple[str, ...]:
+    """The variables, as ``NAME=value``, with which a server keeps these tables in ``place``, where it has no flag for that."""
+    by_variable = any(table.kind == "engram" and place != VRAM and table.is_in(place) for table in tables)
+    return (f"{ENGRAM_VARIABLE}=1",) if by_variable else ()
+
+
 def default_place(tables: Iterable[LookupTable]) -> str:
     """Where SGLang keeps these tables on an NVIDIA GPU by default, with a model that computes in bfloat16: those of Qwen4-Exp
     it offloads (``model_overrides/qwen4_exp.py``)."""

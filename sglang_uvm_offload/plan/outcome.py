@@ -100,13 +100,26 @@ class Speed:
 
     @property
     def cpu_engine_tokens_s(self) -> float:
-        """Of all requests together, with as many tokens a step."""
+        """All requests together, with as many tokens a step; 0 if the host memory's rate is unknown."""
+        if not self.cpu_engine_step_s:
+            return 0.0
         return self.decode_tokens_s * self.decode_step_s / self.cpu_engine_step_s
 
     @property
     def decode_ratio(self) -> float:
         """Decode speed relative to fully resident, at most 1."""
         return self.resident_step_s / self.decode_step_s
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A launch of SGLang without offloading, with every expert in VRAM."""
+
+    mem_fraction_static: float
+    decode_tokens_s: float
+    """All requests of the workload together; 0 if the machine's rates are unknown."""
+    flags: tuple[str, ...]
+    environment: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,11 +189,28 @@ class Plan:
     draft_note: str = ""
     """The one of the notes that says that drafts cost more than they bring."""
     flags: tuple[str, ...] = ()
+    """Of the launch that gives this plan; one string per flag, quoted for a shell."""
+    environment: tuple[str, ...] = ()
+    """The variables that the launch needs, as ``NAME=value``."""
+    offloads: bool = False
+    """Whether the launch needs this plugin."""
+    plain: Plain | None = None
+    """SGLang without offloading, None if VRAM does not hold every expert."""
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     @property
     def fits(self) -> bool:
         return self.num_resident is not None
+
+    @property
+    def speeds_of_all(self) -> tuple[Speed, ...]:
+        """Predictions for all requests of the workload at once."""
+        return tuple(speed for speed in self.speeds if speed.requests == self.workload.requests)
+
+    @property
+    def cpu_engine_tokens_s(self) -> float:
+        """Decoding, with all requests at once, of an engine that computes the experts on the CPU; 0 if unknown."""
+        return max((speed.cpu_engine_tokens_s for speed in self.speeds_of_all), default=0.0)
 
     @property
     def rows(self) -> int:

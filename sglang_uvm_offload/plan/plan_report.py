@@ -1,110 +1,94 @@
-"""Formatting a plan for people."""
+"""Formatting a plan for people: the decision, memory and speeds, and the launch to paste."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 
-from sglang_uvm_offload.flags import flag_name
+from sglang_uvm_offload.plan.decision import decision
 from sglang_uvm_offload.plan.draft_cost import fastest_drafts
-from sglang_uvm_offload.plan.outcome import Plan, RankMemory, Speed
-from sglang_uvm_offload.plan.rates import GIGA, read_rate
-from sglang_uvm_offload.plan.routing_curves import source_of
+from sglang_uvm_offload.plan.explanation import explanation
+from sglang_uvm_offload.plan.outcome import Plan, Speed
 from sglang_uvm_offload.plan.speed import HIDING_CHUNKS
+from sglang_uvm_offload.plan.text_table import between, counted, table
 from sglang_uvm_offload.units import size
 
-CPU_ENGINES = (
-    "KTransformers .45 with one socket and .43 with two, "
-    "https://github.com/kvcache-ai/ktransformers/blob/main/doc/en/DeepseekR1_V3_tutorial.md; llama.cpp .66, "
-    "https://github.com/ggml-org/llama.cpp/pull/23346"
-)
-"""Shares of the host memory's nominal rate that published decode speeds imply (benchmarks/results/published/published.md)."""
+LAUNCH = "python -m sglang.launch_server"
+LAUNCH_COLUMNS = 100
 
-ROWS = (
-    "other traffic: residents chosen on other traffic than is served; lowest and highest: on traffic like it.",
-    "of resident: of the speed with all experts in VRAM.",
-)
-"""What the rows and columns of the predicted speeds are."""
+ROWS = ("of resident: of the speed with all experts in VRAM.",)
+"""What the columns of the predicted speeds are."""
 
 
-def render(plan: Plan) -> str:
-    """The outcome, the memory and the speeds, the flags to paste, and last what all of this rests on."""
-    parts = [_setup(plan), _outcome(plan), "\n".join(f"note: {note}" for note in plan.notes)]
-    parts.append(_memory(plan) if plan.ranks else "")
+def render(plan: Plan, explain: bool = False) -> str:
+    """The report in parts, divided by empty lines. ``explain``: with the formulas, assumptions and sources."""
+    parts = [decision(plan), "\n".join([_setup(plan), *_memory(plan)]), _outcome(plan)]
+    parts.append("\n".join(f"note: {note}" for note in plan.notes))
     if plan.speeds:
-        parts.append("\n".join([_speed(plan.speeds), *_rows(plan), *fastest_drafts(plan.draft_speeds), *_streaming(plan)]))
+        lines = [*_legend(plan), *fastest_drafts(plan.draft_speeds), *_streaming(plan)]
+        parts.append("\n".join([_speed(plan.speeds), *lines]))
+    if plan.plain and (plan.offloads or not plan.fits):
+        parts.append("To serve it with plain SGLang:\n" + _launch(plan.plain.environment, plan.plain.flags))
     if plan.flags:
-        parts.append("To serve it:\n  python -m sglang.launch_server \\\n    " + " \\\n    ".join(plan.flags))
-    if plan.speeds:
-        parts.append("How this was computed:\n" + _basis(plan))
+        how = " offloaded" if plan.offloads else ""
+        parts.append(f"To serve it{how}:\n" + _launch(plan.environment, plan.flags))
+    if explain:
+        parts += explanation(plan)
+    elif plan.ranks:
+        parts.append("--explain adds the memory part by part, formulas, assumptions and sources.")
     return "\n\n".join(part for part in parts if part)
 
 
 def _setup(plan: Plan) -> str:
     machine, work, p = plan.machine, plan.workload, plan.parallel
-    share = plan.expert_bytes / plan.weights_bytes
-    gpus = f"{_counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}"
-    ranks = f"tp {p.tp}, ep {p.ep}, pp {p.pp}, dp {p.dp}" + (" (attention)" if p.dp_attention else "")
-    return _table(
+    sizes = {"tp": p.tp, "ep": p.ep, "pp": p.pp, "dp": p.dp}
+    ranks = ", ".join(f"{name} {number}" for name, number in sizes.items() if number > 1 or name == "tp")
+    cache = "16 bits" if work.kv_cache_dtype == "auto" else work.kv_cache_dtype
+    return table(
         [
-            ("model", f"{plan.model}: {size(plan.weights_bytes)}, {share:.1%} of it routed experts"),
+            (
+                "model",
+                f"{plan.model}: {size(plan.weights_bytes)}, {plan.expert_bytes / plan.weights_bytes:.1%} of it routed experts; "
+                f"quantisation: {plan.quantization}",
+            ),
             (
                 "",
-                f"{plan.total_parameters / 1e9:.1f} billion parameters, {plan.active_parameters / 1e9:.1f} active for a token",
+                f"{plan.total_parameters / 1e9:.1f} billion parameters, {plan.active_parameters / 1e9:.1f} active for a token; "
+                f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token",
             ),
-            ("", f"{plan.moe_layers} MoE layers of {plan.num_experts} experts, {plan.top_k} a token"),
-            ("", f"quantisation: {plan.quantization}"),
-            ("machine", f"{machine.name}: {gpus}, host RAM {size(machine.host_bytes)}"),
-            ("ranks", ranks),
+            (
+                "machine",
+                f"{machine.name}: {counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}, host RAM "
+                f"{size(machine.host_bytes)}; {ranks}{' (attention)' if p.dp_attention else ''}",
+            ),
             (
                 "to serve",
-                f"{_counted(work.requests, 'request')}, context {work.context_length} tokens, KV cache in {work.kv_cache_dtype}"
-                + (", drafting layers loaded" if work.speculative else ""),
+                f"{counted(work.requests, 'request')}, context {work.context_length} tokens, KV cache in {cache}"
+                + (", draft layers loaded" if work.speculative else ""),
             ),
         ]
     )
 
 
-def _memory(plan: Plan) -> str:
-    """What takes the memory of a GPU, in parts that sum up to it. One column per pipeline stage; equal stages share one."""
-    columns: list[tuple[str, RankMemory]] = []
-    for rank in plan.ranks:
-        same = columns and dataclasses.replace(rank, stage=0) == dataclasses.replace(columns[-1][1], stage=0)
-        name = f"stage {columns[-1][1].stage}-{rank.stage}" if same else f"stage {rank.stage}"
-        columns = [*columns[:-1], (name, columns[-1][1])] if same else [*columns, (name, rank)]
-    head = f"memory of one GPU, {size(plan.machine.vram_bytes)}"
-    rows = [(head, *(name if plan.parallel.pp > 1 else "" for name, _ in columns))]
-    vram, fraction = plan.vram, plan.mem_fraction_static
-    outside = (
-        ("in use before the start", vram.in_use),
-        ("CUDA, NCCL (assumed)", vram.runtime),
-        (f"left by --mem-fraction-static {fraction} for activations, CUDA graphs", vram.sglang),
-        (f"{flag_name('headroom_gb')} {plan.headroom_gb:g}", vram.headroom),
+def _memory(plan: Plan) -> list[str]:
+    """The GPU that has least to spare, and the host RAM."""
+    if not plan.fits or not plan.ranks:
+        return []
+    most = max(plan.ranks, key=lambda rank: rank.used_bytes)
+    experts = most.resident_bytes + most.slot_bytes + most.stream_bytes
+    weights = most.plain_weights + most.table_bytes
+    parts = (
+        (experts, "experts"),
+        (weights, "other weights"),
+        (most.kv_bytes, f"KV cache ({plan.kv_tokens} tokens)"),
+        (plan.vram.sglang, "activations and CUDA graphs"),
     )
-    rows += [(f"  {label}", *(size(nbytes) for _ in columns)) for label, nbytes in outside if nbytes]
-    lines = (
-        ("  weights other than placed experts", "plain_weights"),
-        *((("  lookup tables", "table_bytes"),) if any(rank.table_bytes for _, rank in columns) else ()),
-        ("  resident experts", "resident_bytes"),
-        *((("  slots", "slot_bytes"),) if plan.slots else ()),
-        ("  stream buffers", "stream_bytes"),
-        ("  KV cache", "kv_bytes"),
-        ("  driver's batches", "driver_bytes"),
-        ("  left over (more KV cache)" if plan.fits else "  left over (short of it where negative)", "spare_bytes"),
-        ("offloaded experts of one rank in host RAM", "host_bytes"),
-    )
-    rows += [(label, *(size(getattr(rank, name)) for _, rank in columns)) for label, name in lines]
-    rows.append(("KV cache required", f"{plan.kv_tokens} tokens of {plan.kv_token_bytes / 1024:.1f} KiB"))
-    if plan.table_bytes:
-        rows.append(("lookup tables", _tables(plan)))
-    rows.append(("host RAM of all ranks", size(plan.host_needed)))
-    return _table(rows)
-
-
-def _tables(plan: Plan) -> str:
-    """Where the tables are of which a token reads a few rows."""
-    taken = f", which take {size(plan.tables_host)} of it" if plan.tables_host else ""
-    return f"{size(plan.table_bytes)}, in {plan.tables_in}{taken}"
+    listed = ", ".join(f"{size(nbytes)} {what}" for nbytes, what in parts)
+    rest = plan.machine.vram_bytes - sum(nbytes for nbytes, _ in parts)
+    return [
+        f"VRAM      {size(plan.machine.vram_bytes)} per GPU: {listed}, {size(rest)} runtime, headroom and spare",
+        f"host RAM  {size(plan.host_needed)} needed of {size(plan.machine.host_bytes)}",
+    ]
 
 
 def _outcome(plan: Plan) -> str:
@@ -120,37 +104,39 @@ def _outcome(plan: Plan) -> str:
 
 
 def _speed(speeds: Sequence[Speed]) -> str:
-    header = ("predicted", "requests", "hit rate", "missed/step", "decode", "of resident", "prefill", "of resident")
-    rows = [header]
-    for speed in speeds:
+    """One row for each number of requests, from the lowest to the highest prediction."""
+    rows: list[tuple[str, ...]] = [("predicted", "hit rate", "missed/step", "decode", "of resident", "prefill", "of resident")]
+    for requests, group in groupby(speeds, key=lambda speed: speed.requests):
+        each = list(group)
+        low, high = (choose(each, key=lambda speed: speed.decode_tokens_s) for choose in (min, max))
         rows.append(
             (
-                speed.routing,
-                str(speed.requests),
-                f"{speed.hit_rate:.1%}",
-                f"{speed.missed_bytes / 1e6:.0f} MB",
-                f"{between(speed.least.decode_tokens_s, speed.decode_tokens_s, '.1f')} tok/s",
-                between(speed.least.decode_ratio, speed.decode_ratio, ".0%"),
-                f"{between(speed.least.prefill_tokens_s, speed.prefill_tokens_s, '.0f')} tok/s",
-                between(speed.least.prefill_ratio, speed.prefill_ratio, ".0%"),
+                counted(requests, "request"),
+                between(low.hit_rate, high.hit_rate, ".1%"),
+                f"{between(high.missed_bytes / 1e6, low.missed_bytes / 1e6, '.0f')} MB",
+                f"{between(low.least.decode_tokens_s, high.decode_tokens_s, '.1f')} tok/s",
+                between(low.least.decode_ratio, high.decode_ratio, ".0%"),
+                f"{between(low.least.prefill_tokens_s, high.prefill_tokens_s, '.0f')} tok/s",
+                between(low.least.prefill_ratio, high.prefill_ratio, ".0%"),
             )
         )
-    return _table(rows)
+    return table(rows)
 
 
-def _rows(plan: Plan) -> list[str]:
-    rows = list(ROWS) if any(speed.measured_on for speed in plan.speeds) else []
+def _legend(plan: Plan) -> list[str]:
+    """What the columns and the ends of the ranges are."""
+    measured = any(speed.measured_on for speed in plan.speeds)
     pairs = [(speed, speed.least) for speed in plan.speeds]
     slower = any(low.decode_step_s > s.decode_step_s or low.prefill_chunk_s > s.prefill_chunk_s for s, low in pairs)
+    low, high = list[str](), list[str]()
     if plan.machine.link and slower:
-        rows.append(f"ranges: from the worst published rate of such a link, {plan.machine.link.slowest:g} GB/s, to that below.")
-    return rows
-
-
-def between(least: float, most: float, form: str) -> str:
-    """A range, or one number where both look the same."""
-    low, high = format(least, form), format(most, form)
-    return low if low == high else f"{low} to {high}"
+        low.append(f"slowest published link of this kind ({plan.machine.link.slowest:g} GB/s)")
+        high.append("fastest")
+    if measured:
+        low.append("mismatched profile")
+        high.append("matching traffic")
+    ends = [f"Low: {', '.join(low)}. High: {', '.join(high)}."] if low else []
+    return [*ROWS, *ends] if plan.offloads else []
 
 
 def _streaming(plan: Plan) -> list[str]:
@@ -165,7 +151,7 @@ def _streaming(plan: Plan) -> list[str]:
         ]
     if not streams:
         return ["Without stream buffers, prefill reads offloaded experts in place, once for each block of rows."]
-    where = "into slots" if plan.streams_into_slots else f"through {_counted(plan.stream_buffers, 'stream buffer')}"
+    where = "into slots" if plan.streams_into_slots else f"through {counted(plan.stream_buffers, 'stream buffer')}"
     hidden = f"No chunk of up to {HIDING_CHUNKS[-1]} tokens hides the copying."
     if plan.slowest_hiding_chunk:
         short = plan.slowest_hiding_chunk > plan.chunked_prefill_size
@@ -177,65 +163,12 @@ def _streaming(plan: Plan) -> list[str]:
     return [f"Prefill of {plan.stream_tokens} tokens or more streams, {where}. {hidden}"]
 
 
-def _basis(plan: Plan) -> str:
-    machine, link, a = plan.machine, plan.machine.link, plan.assumptions
-    lines = [
-        *_hit_rates(plan.speeds),
-        f"{_over_link(plan)}; VRAM rate {machine.hbm_gbps:g} GB/s x "
-        f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
-        *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
-        f"rates: {machine.source}",
-        *_cpu_engine(plan),
-        f"assumed: {', '.join(f'{name} {value}' for name, value in dataclasses.asdict(a).items())}",
-    ]
-    return "\n".join(lines)
-
-
-def _over_link(plan: Plan) -> str:
-    """At which rates experts are read and copied, and why."""
-    machine, a = plan.machine, plan.assumptions
-    if machine.measured:
-        return f"read rate {machine.measured.scattered:.1f} GB/s, copy rate {machine.measured.copied:.1f} GB/s: measured here"
-    read = read_rate(machine, plan.parallel, a) / GIGA
-    host = f", and at most a rank's share of host memory's {machine.host_gbps:g} x {a.host_efficiency}"
-    return (
-        f"read rate {machine.link_gbps:g} GB/s x {a.read_efficiency}{host if machine.host_gbps else ''}: {read:.1f} GB/s; "
-        f"copy rate {machine.link_gbps:g} GB/s x {a.copy_efficiency}"
-    )
-
-
-def _hit_rates(speeds: Sequence[Speed]) -> list[str]:
-    """What each hit rate was measured on, and where that is from."""
-    measured = [(speed, speed.measured_on) for speed in speeds if speed.measured_on]
-    traces = sorted({trace for _, found in measured for trace in found.traces})
-    if not traces:
-        return []
-    return [
-        "hit rates of measured routing, judged on requests that did not choose the residents (--hit-rate gives your own):",
-        *(f"  {speed.routing}, {_counted(speed.requests, 'request')}: {found.described()}" for speed, found in measured),
-        *(f"  from {source_of(trace)}" for trace in traces),
-    ]
-
-
-def _cpu_engine(plan: Plan) -> list[str]:
-    """What the plan takes for an engine that computes experts on the CPU."""
-    machine, share = plan.machine, plan.assumptions.cpu_efficiency
-    if not machine.host_gbps or plan.num_resident == plan.num_experts:
-        return []
-    rates = {s.requests: f"{s.cpu_engine_tokens_s:.1f} tok/s with {_counted(s.requests, 'request')}" for s in plan.speeds}
-    return [
-        f"CPU engine, for comparison: {', '.join(rates.values())}, if it reads active experts at {machine.host_gbps:g} GB/s x "
-        f"{share} (published: {CPU_ENGINES})"
-    ]
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count > 1 else "")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    width = max(map(len, rows))
-    # The last cell of a shorter row may be long, and sets no column width.
-    cells = [(*row, *("" for _ in range(width - len(row)))) for row in rows]
-    widths = [max(len(r[c]) for r in rows if c < len(r) and (len(r) == width or c == 0)) for c in range(width)]
-    return "\n".join("  ".join(f"{cell:<{room}}" for cell, room in zip(row, widths, strict=True)).rstrip() for row in cells)
+def _launch(environment: Sequence[str], flags: Sequence[str]) -> str:
+    """A command for a shell, with a backslash at the end of each line but the last."""
+    lines = [" ".join([*environment, LAUNCH])]
+    for flag in flags:
+        if len(lines) > 1 and len(lines[-1]) + len(flag) < LAUNCH_COLUMNS:
+            lines[-1] += f" {flag}"
+        else:
+            lines.append(f"    {flag}")
+    return "  " + " \\\n".join(lines)

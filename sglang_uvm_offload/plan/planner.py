@@ -6,16 +6,16 @@ How VRAM is divided is decided as in a launch, by ``residency.budget``.
 from __future__ import annotations
 
 import dataclasses
-import shlex
-from typing import Any
 
 from sglang_uvm_offload.config import AUTO
-from sglang_uvm_offload.flags import FlagError, config_flag, flag_name
+from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.draft_cost import draft_note, draft_speeds
-from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_flags, table_note
+from sglang_uvm_offload.plan.launch_flags import environment, flags, offloads
+from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_note
 from sglang_uvm_offload.plan.machine import Machine
-from sglang_uvm_offload.plan.outcome import Plan, Speed
+from sglang_uvm_offload.plan.outcome import Plain, Plan, Speed
+from sglang_uvm_offload.plan.plain import plain_case
 from sglang_uvm_offload.plan.plan_report import render
 from sglang_uvm_offload.plan.ranks import other_ranks, shape_problems
 from sglang_uvm_offload.plan.remedies import remedies
@@ -25,11 +25,6 @@ from sglang_uvm_offload.units import size
 
 __all__ = ["plan", "render"]
 
-BY_MARLIN = frozenset({"mxfp4", "minimax_m3_nvfp4"})
-"""Quantisations whose experts compute from slots by the Marlin runner (``plugin/slots/runners``), which SGLang does not choose
-for them by itself."""
-
-_N = flag_name("num_resident")
 _SLOTS = flag_name("slots")
 _STREAM_GB = flag_name("stream_buffer_gb")
 
@@ -78,6 +73,7 @@ def plan(case: Case, hit_rate: float | None = None) -> Plan:
         host_needed=case.host_need(division).total,
         notes=tuple(_notes(case)),
         problems=tuple(problems),
+        plain=_plain(case),
     )
     if problems:
         mended = case.num_resident is None and not case.machine.one_memory  # a number is answered with one that fits
@@ -89,7 +85,9 @@ def plan(case: Case, hit_rate: float | None = None) -> Plan:
         slots=division.slots,
         notes=(*sized.notes, *_notes_of(case, division), *filter(None, [drafts])),
         draft_note=drafts,
-        flags=_flags(case, division),
+        flags=flags(case, division),
+        environment=environment(case),
+        offloads=offloads(case, division),
     )
     if case.machine.link_gbps:
         machine = case.machine
@@ -102,6 +100,17 @@ def plan(case: Case, hit_rate: float | None = None) -> Plan:
         )
     notes = (*served.notes, *filter(None, [useless_on_a_slow_link(served)]))
     return dataclasses.replace(served, useless=uselessness(served), notes=notes)
+
+
+def _plain(case: Case) -> Plain | None:
+    """SGLang without offloading, None if VRAM does not hold the model."""
+    whole = plain_case(case)
+    if whole is None:
+        return None
+    every, requests = Division(case.model.num_experts, 0, 0), case.workload.requests
+    known = case.machine.link_gbps > 0
+    rate = _speed(whole, every, requests, "all in VRAM", 1.0).decode_tokens_s if known else 0.0
+    return Plain(whole.fraction, rate, flags(whole, every), environment(whole))
 
 
 def _notes(case: Case) -> list[str]:
@@ -148,29 +157,6 @@ def _notes_of(case: Case, division: Division) -> list[str]:
     return out
 
 
-def _flags(case: Case, division: Division) -> tuple[str, ...]:
-    p, w = case.parallel, case.workload
-    out = [f"--model-path {shlex.quote(case.model.name)}", f"--tp-size {p.tp}"]
-    out += [f"--ep-size {p.ep}"] if p.ep > 1 else []
-    out += [f"--pp-size {p.pp}"] if p.pp > 1 else []
-    out += [f"--dp-size {p.dp}"] if p.dp > 1 else []
-    out += ["--enable-dp-attention"] if p.dp_attention else []
-    out += [f"--mem-fraction-static {case.fraction}", f"--chunked-prefill-size {case.defaults.chunked_prefill_size}"]
-    out += [f"--context-length {w.context_length}", f"--max-running-requests {w.requests}"]
-    out += [f"--max-total-tokens {w.max_total_tokens}"] if w.max_total_tokens is not None else []
-    out += [f"--kv-cache-dtype {w.kv_cache_dtype}"] if w.kv_cache_dtype != "bfloat16" else []
-    out += ["--speculative-algorithm NEXTN"] if w.speculative else []
-    out += table_flags(case.model.tables, case.tables_in)
-    options: dict[str, Any] = {"lookup_tables": "host"} if case.tables_in == MANAGED else {}
-    options |= {"draft_num_resident": case.draft_residents} if case.offloads_drafts else {}
-    if division.num_resident < case.model.num_experts or case.offloads_drafts or case.tables_in == MANAGED:
-        out += [f"{_N} {division.num_resident}", f"{flag_name('headroom_gb')} {case.reserve.headroom_gb}"]
-        out += [f"{_SLOTS} {division.slots}"] if division.slots else []
-        out += ["--moe-runner-backend marlin"] if division.slots and case.model.quantization in BY_MARLIN else []
-        options |= {"stream_buffer_gb": case.reserve.stream_gb} if case.reserve.stream_gb is not None else {}
-    return (*out, config_flag(**options)) if options else tuple(out)
-
-
 def _speeds(case: Case, division: Division, hit_rate: float | None) -> tuple[Speed, ...]:
     """For one request and for all, at the given hit rate or at those of measured routing."""
     batches = sorted({1, case.workload.requests})
@@ -192,8 +178,8 @@ def _speed(case: Case, division: Division, requests: int, name: str, hit_rate: f
             *(case.stream(division), division.slots),
         )
 
-    offloads = division.num_resident < case.model.num_experts or case.offloads_drafts
-    slowest = case.machine.slowest if offloads else None
+    reads_link = division.num_resident < case.model.num_experts or case.offloads_drafts
+    slowest = case.machine.slowest if reads_link else None
     return dataclasses.replace(over(case.machine), slowest=None if slowest is None else over(slowest))
 
 

@@ -48,6 +48,8 @@ def shape_problems(case: Case) -> list[str]:
         out.append(f"--draft-num-resident {drafted}: has no effect without --speculative")
     if drafted is not None and drafted > m.num_experts:
         out.append(f"--draft-num-resident {drafted}: the model has {m.num_experts} experts a layer; give at most as many")
+    if case.workload.speculative and case.workload.draft_tokens < 2:
+        return [*out, "--speculative-num-draft-tokens 1: drafts nothing; give 2 or more"]
     accepted, drafts = case.assumed.accepted_tokens, case.workload.draft_tokens
     if case.workload.speculative and not 1 <= accepted <= drafts:
         out.append(

@@ -38,6 +38,12 @@ def useless_on_a_slow_link(plan: Plan) -> str:
     )
 
 
+def slower_than_a_cpu(plan: Plan) -> bool:
+    """Whether an engine on the CPU is faster than the fastest prediction."""
+    best = _best(plan)
+    return best is not None and _slower_than_a_cpu(best)
+
+
 def _slower_than_a_cpu(speed: Speed) -> bool:
     return 0 < speed.cpu_engine_step_s < speed.decode_step_s
 
@@ -51,5 +57,4 @@ def _faster_on_a_cpu(speed: Speed) -> str:
 
 def _best(plan: Plan) -> Speed | None:
     """The fastest prediction for all requests of the workload."""
-    speeds = [speed for speed in plan.speeds if speed.requests == plan.workload.requests]
-    return min(speeds, key=lambda speed: speed.decode_step_s, default=None)
+    return min(plan.speeds_of_all, key=lambda speed: speed.decode_step_s, default=None)

@@ -91,19 +91,22 @@ def test_a_table_stays_in_vram_where_sglang_has_no_way_to_keep_it_there(kind: st
 
 
 def test_a_plan_shows_the_table_and_what_frees_its_vram() -> None:
-    text = render(planned("ple"))
+    text = render(planned("ple"), explain=True)
     assert "  lookup tables " in text
     assert "the lookup tables take 40.00 GiB of VRAM over the ranks that share them; --ple-offload-embedding keeps them" in text
     assert "--no-ple-offload-embedding" in text, "SGLang's default is the other"
-    text = render(planned("ple", PINNED))
+    text = render(planned("ple", PINNED), explain=True)
     assert "40.00 GiB, in pinned host RAM, which take 64.00 GiB of it" in text
     assert "of VRAM over" not in text
     assert planned("ple", PINNED).flags.count("--ple-offload-embedding") == 1
     assert "--ple-offload-backend file" in planned("ple", FILE).flags
     assert "; --expert-offload-config lookup_tables host keeps them in host RAM" in render(planned("ngram"))
     assert "; SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1 keeps them in host RAM" in render(planned("engram"))
-    assert "lookup tables" not in render(planned(""))
+    assert "lookup tables" not in render(planned(""), explain=True)
     assert not [flag for kind in ("ngram", "engram", "") for flag in planned(kind).flags if "ple" in flag]
+    variable = "SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE=1"
+    assert f"\n  {variable} python -m sglang.launch_server " in render(planned("engram", REGISTERED))
+    assert [planned(*of).environment for of in (("engram",), ("ple", PINNED), ("ngram", MANAGED))] == [(), (), ()]
 
 
 def test_the_flags_of_a_plan_with_tables_in_host_ram_turn_offloading_on_though_all_experts_fit() -> None:

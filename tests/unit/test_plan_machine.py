@@ -112,28 +112,34 @@ def test_predictions_range_from_the_worst_published_rate_of_such_a_link():
     where = preset("8xH20")
     found, worst = planned("glm-5-fp8", where), planned("glm-5-fp8", where.slowest)
     assert worst.num_resident == found.num_resident
+    text = render(found, explain=True)
     for speed, least in zip(found.speeds, worst.speeds, strict=True):
         assert speed.slowest == speed.least == dataclasses.replace(least, measured_on=None)
         assert least.slowest is None
         assert least.decode_tokens_s < speed.decode_tokens_s
         assert least.prefill_ratio < speed.prefill_ratio
-        assert f"{least.decode_tokens_s:.1f} to {speed.decode_tokens_s:.1f} tok/s" in render(found)
+        assert f"{least.decode_tokens_s:.1f} to {speed.decode_tokens_s:.1f} tok/s" in text
     assert found.slowest_hiding_chunk == worst.hiding_chunk > found.hiding_chunk
-    assert "ranges: from the worst published rate of such a link, 35 GB/s" in render(found)
+    assert "\nLow: slowest published link of this kind (35 GB/s), mismatched profile. High: fastest, matching traffic." in text
+    for requests in (1, 2):
+        (row,) = [line for line in text.splitlines() if line.startswith(f"{requests} request") and "tok/s" in line]
+        same = [speed for speed in found.speeds if speed.requests == requests]
+        low = min(speed.least.decode_tokens_s for speed in same)
+        assert f"{low:.1f} to {max(speed.decode_tokens_s for speed in same):.1f} tok/s" in row
 
 
 def test_where_host_memory_is_the_limit_no_range_is_told():
     """Eight GPUs over PCIe 5 read less together than the worst published rate of one."""
     found = planned("gpt-oss-120b", preset("8x5090"), given={"num_resident": 96})
     assert all(speed.slowest == dataclasses.replace(speed, slowest=None, measured_on=None) for speed in found.speeds)
-    assert "ranges:" not in render(found)
-    assert "a rank's share of host memory's 307.2 x 0.7: 26.9 GB/s" in render(found)
+    assert "slowest published link" not in render(found)
+    assert "a rank's share of host memory's 307.2 x 0.7: 26.9 GB/s" in render(found, explain=True)
     unknown = planned("gpt-oss-120b", machine("8x5090", host_gbps=0), given={"num_resident": 96})
-    assert "read rate 55 GB/s x 0.94: 51.7 GB/s" in render(unknown)
+    assert "read rate 55 GB/s x 0.94: 51.7 GB/s" in render(unknown, explain=True)
 
 
 def test_a_rate_that_was_given_is_this_machines_own_and_no_range():
     found = planned("glm-5-fp8", describe(preset("8xH20"), {"link_gbps": 40.0}))
     assert all(speed.slowest is None and speed.least is speed for speed in found.speeds)
-    assert "ranges:" not in render(found)
+    assert "slowest published link" not in render(found)
     assert describe(preset("8xH20"), {"host_gb": 900.0}).slowest is not None

@@ -103,10 +103,10 @@ def test_few_residents_beside_slots_are_of_use():
 
 def test_the_report_shows_slots():
     found = ask(Slots(40))
-    text = render(found)
+    text = render(found, explain=True)
     assert found.num_resident == found.rows - 40
     assert f"It fits: {found.num_resident} of 256 experts a layer resident, and 40 slots (" in text
     assert "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner" in text
     assert {"--expert-offload-slots 40", f"--expert-offload-num-resident {found.num_resident}"} < set(found.flags)
     assert "\n  slots  " in text
-    assert "\n  slots  " not in render(ask())
+    assert "\n  slots  " not in render(ask(), explain=True)

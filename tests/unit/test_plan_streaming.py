@@ -125,7 +125,7 @@ def test_a_plan_whose_chunks_would_not_stream_keeps_no_vram_for_it():
 
 def test_the_report_says_how_prefill_streams_and_which_chunk_hides_it():
     two, one, none = (planned(given={"num_resident": 150, "stream_gb": gib}, requests=1) for gib in (None, 1.5, 0))
-    text = render(two)
+    text = render(two, explain=True)
     assert re.search(r"stream buffers +2\.62 GiB", text)
     chunk = f"A chunk of {two.hiding_chunk} to {two.slowest_hiding_chunk} tokens or more hides its stream after the first layer"
     assert 0 < two.hiding_chunk < two.slowest_hiding_chunk

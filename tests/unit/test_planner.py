@@ -141,7 +141,7 @@ def test_pipeline_stages_hold_their_own_layers_and_the_tightest_decides():
     assert found.ranks[2].resident_bytes > found.ranks[1].resident_bytes
     assert found.ranks[0].plain_weights > found.ranks[1].plain_weights, "the first stage has the embedding"
     assert min(rank.spare_bytes for rank in found.ranks) >= 0
-    text = render(found)
+    text = render(found, explain=True)
     assert [column in text for column in ("stage 0 ", "stage 1 ", "stage 2 ", "stage 3")] == [True] * 4
 
 
@@ -280,6 +280,7 @@ def test_a_gpu_below_its_own_reserve_is_told_so():
         (QWEN, TP8, {"speculative": True}, "the checkpoint has no draft layers of its own to count"),
         ("deepseek-v3", TP8, {"speculative": True, "draft_num_resident": 257}, "--draft-num-resident 257: the model has 256"),
         ("deepseek-v3", TP8, {"draft_num_resident": 1}, "--draft-num-resident 1: has no effect without --speculative"),
+        ("deepseek-v3", TP8, {"speculative": True, "draft_tokens": 1}, "--speculative-num-draft-tokens 1: drafts nothing"),
         ("deepseek-v3", TP8, {"speculative": True, "draft_tokens": 2}, "--accepted-tokens 2.5: a step with --speculative-num"),
     ],
 )
@@ -323,7 +324,7 @@ def test_a_given_number_that_does_not_fit_is_refused_with_the_most_that_does():
 
 def test_the_report_says_what_it_rests_on():
     found = planned("glm-5-fp8", preset("8xH20"))
-    text = render(found)
+    text = render(found, explain=True)
     assert f"It fits: {found.num_resident} of 256 experts a layer resident" in text
     assert all(flag in text for flag in found.flags)
     assert "read rate 55 GB/s x 0.94, and at most a rank's share of host memory's 614.4 x 0.7: 51.7 GB/s" in text
@@ -363,7 +364,7 @@ def test_the_flags_name_the_model_as_a_launch_takes_it(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "/home/author/step_9000"}))
     found = plan(Case(shape_of(folder / "config.json"), preset("1x4090"), Workload(8192), Parallel()))
     assert found.flags[0] == f"--model-path '{folder}'"
-    assert render(found).splitlines()[0].startswith(f"model     {folder}: ")
+    assert f"\nmodel     {folder}: " in render(found)
 
 
 def test_hit_rates_are_shown_as_a_range_with_their_source():
@@ -374,13 +375,86 @@ def test_hit_rates_are_shown_as_a_range_with_their_source():
         rates = hit_rates("glm_moe_dsa", requests, residency)
         assert (other.hit_rate, lowest.hit_rate, highest.hit_rate) == (rates.other.rate, rates.lowest.rate, rates.highest.rate)
         assert residency < other.hit_rate < lowest.hit_rate < highest.hit_rate < 1
-    text = render(found)
+    text = render(found, explain=True)
     assert "lowest measured, 2 requests: residents chosen in a warm-up, 1 at once: dsv2lite-summary" in text
     assert "from dsv2lite-summary (DeepSeek-V2-Lite, 6 of 64 experts a token; deepseek-ai/ESFT" in text
     assert "gpt-oss" not in text, "another kind of model"
     given = planned("glm-5-fp8", hit_rate=0.97)
     assert {speed.hit_rate for speed in given.speeds} == {0.97}
-    assert "measured routing" not in render(given)
+    assert "measured routing" not in render(given, explain=True)
+
+
+# The decision
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            ("glm-5-fp8", "8xH20", {}),
+            "Use this plan.\nPlain SGLang does not hold it whole, with --mem-fraction-static up to 0.9",
+        ),
+        (("gpt-oss-120b", "4x4090", {}), "Use plain SGLang with --mem-fraction-static 0.8.\nPlain SGLang holds it whole with "),
+        ((QWEN, "8xH20", {}), "Use plain SGLang: every expert fits in VRAM.\nPlain SGLang holds it whole with "),
+        (
+            ("glm-4.5-air", "2x4090", {}),
+            "Do not use this plan, too few experts fit: use a smaller quantisation, more VRAM, or ",
+        ),
+        (("glm-4.5-air", "4x4090", {}), "Use this plan"),
+        (("kimi-k2", "1x5090", {}), "Do not serve it like this: it does not fit. Any one of the changes below is enough."),
+        (("glm-4.5-air", "1xSPARK", {}), "Do not serve it like this: it does not fit.\n"),
+        (("deepseek-v3", "8xH20", {"num_resident": 257}), "Do not serve it like this: it does not fit.\n\n"),
+    ],
+)
+def test_a_report_opens_with_what_to_do(asked, said):
+    name, where, given = asked
+    found = planned(name, preset(where), given={"slots": Slots(None), **given}, context_length=32768, requests=1)
+    assert render(found).startswith(said)
+
+
+def test_a_faster_cpu_engine_is_advised_and_on_a_slow_link_alone_as_well():
+    fast_host = machine("1x5090", host_gbps=2000)
+    slower = planned("gpt-oss-120b", fast_host, given={"num_resident": 16, "mem_fraction_static": 0.5})
+    assert render(slower).startswith("Use llama.cpp or KTransformers, which compute the experts on the CPU.\n")
+    where = preset("4x4090")
+    found = planned("glm-4.5-air", where, context_length=32768, requests=1)
+    assert render(found).startswith("Use this plan if your link is a fast one of its kind; over a slow one use llama.cpp or ")
+    unknown = planned("glm-4.5-air", dataclasses.replace(where, link=None), context_length=32768, requests=1)
+    assert render(unknown).startswith("Use this plan.\n")
+
+
+def test_the_decision_compares_plain_sglang_offloading_and_a_cpu_engine():
+    found = planned("gpt-oss-120b", preset("4x4090"), context_length=32768, requests=4)
+    same = [speed for speed in found.speeds if speed.requests == 4]
+    low, high = min(speed.least.decode_tokens_s for speed in same), max(speed.decode_tokens_s for speed in same)
+    assert render(found).splitlines()[1] == (
+        f"Plain SGLang holds it whole with --mem-fraction-static {found.plain.mem_fraction_static:g}: "
+        f"{found.plain.decode_tokens_s:.0f} tok/s. Offloaded with --mem-fraction-static {found.mem_fraction_static:g}: "
+        f"{low:.0f} to {high:.0f} tok/s. An engine on the CPU: about {found.cpu_engine_tokens_s:.0f} tok/s. "
+        "Predicted decoding with 4 requests."
+    )
+    assert found.cpu_engine_tokens_s < low < high < found.plain.decode_tokens_s
+
+
+def test_plain_sglang_is_planned_as_it_would_be_launched():
+    """At the smallest fraction that holds every expert, in hundredths; at the given one where that is enough."""
+    asked = {"context_length": 32768, "requests": 1}
+    found = planned("gpt-oss-120b", preset("4x4090"), **asked)
+    whole = {"num_resident": 128, "headroom_gb": 0.0, "stream_gb": 0.0}
+    least = round(found.plain.mem_fraction_static, 2)
+    again, less = (
+        planned("gpt-oss-120b", preset("4x4090"), given={**whole, "mem_fraction_static": share}, **asked)
+        for share in (least, least - 0.01)
+    )
+    assert (again.fits, less.fits) == (True, False)
+    assert found.plain.decode_tokens_s == again.speeds[0].decode_tokens_s
+    assert found.plain.flags == again.flags
+    assert not any("expert-offload" in flag for flag in found.plain.flags)
+    given = planned("gpt-oss-120b", preset("4x4090"), given={"mem_fraction_static": 0.85}, **asked)
+    assert given.plain.mem_fraction_static == 0.85
+    drafting = planned("glm-4.5-air", "4xH200", speculative=True, draft_num_resident=10)
+    assert drafting.plain is not None
+    assert drafting.offloads
 
 
 # Plans of no use
@@ -416,11 +490,12 @@ def test_a_plan_slower_than_a_cpu_engine_is_useless():
     (reason,) = slower.useless
     best = max(speed.decode_tokens_s for speed in slower.speeds if speed.requests == 2)
     assert f"{slower.speeds[-1].cpu_engine_tokens_s:.1f} tok/s against {best:.1f} at the best hit rate (2 at once)" in reason
-    assert "2000 GB/s x 0.5" in render(slower)
+    assert "2000 GB/s x 0.5" in render(slower, explain=True)
     assert planned("gpt-oss-120b", "1x5090", given={"num_resident": 16}).useless == (), "a desktop's memory is slower"
     unknown = planned("gpt-oss-120b", dataclasses.replace(fast_host, host_gbps=0), given={"num_resident": 16})
     assert unknown.useless == ()
-    assert "CPU engine, for comparison" not in render(unknown)
+    assert slower.cpu_engine_tokens_s == slower.speeds[-1].cpu_engine_tokens_s > 0 == unknown.cpu_engine_tokens_s
+    assert "CPU engine, for comparison" not in render(unknown, explain=True)
 
 
 def test_one_memory_gains_nothing_from_offloading():
@@ -445,6 +520,30 @@ def test_the_command_prints_a_plan_as_text_or_json(capsys):
     expected = planned("glm-4.5-air", preset("4x4090"), given={"slots": Slots(None)}, context_length=32768)
     assert (found["num_resident"], found["parallel"]["tp"]) == (expected.num_resident, 4)
     assert found["ranks"][0]["slot_bytes"] > 0
+
+
+def test_the_command_prints_the_flags_alone(capsys):
+    words = (MODELS / "glm-4.5-air.json", "--machine", "4x4090")
+    assert run(*words, "--json") == 0
+    flags = json.loads(capsys.readouterr().out)["flags"]
+    assert run(*words, "--flags-only") == 0
+    assert capsys.readouterr().out == " ".join(flags) + "\n"
+    assert run(MODELS / "kimi-k2.json", "--machine", "1x5090", "--flags-only") == 1
+    out, err = capsys.readouterr()
+    refused = planned("kimi-k2", preset("1x5090"), context_length=32768, requests=1)
+    assert out == ""
+    assert err.splitlines() == [*refused.problems, *(f"enough would be: {need}" for need in refused.needs)]
+
+
+def test_formulas_and_sources_are_explained_on_request(capsys):
+    words = (MODELS / "glm-5-fp8.json", "--machine", "8xH20", "--requests", 4)
+    assert run(*words) == 0
+    short = capsys.readouterr().out
+    assert run(*words, "--explain") == 0
+    explained = capsys.readouterr().out
+    for detail in ("How this was computed:", "assumed: ", "memory of one GPU", "lowest measured"):
+        assert (detail in short, detail in explained) == (False, True)
+    assert len(short.splitlines()) < 32
 
 
 def test_the_command_takes_a_machine_by_its_figures(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published
-from sglang_uvm_offload.plan import plan_report
+from sglang_uvm_offload.plan import explanation
 from sglang_uvm_offload.plan.inputs import Assumptions
 from sglang_uvm_offload.plan.machine import preset
 
@@ -91,8 +91,8 @@ def test_each_unit_is_the_predictions_own() -> None:
 
 def test_the_rates_of_cpu_engines_that_a_plan_names_are_those_of_the_table() -> None:
     shares = [published.implied_share(each, MODELS) for each in FIGURES if each["section"] == "CPU engines"]
-    named = re.findall(r"(?<!\d)\.\d\d", plan_report.CPU_ENGINES)
+    named = re.findall(r"(?<!\d)\.\d\d", explanation.CPU_ENGINES)
     assert named == [f"{share:.2f}".lstrip("0") for share in shares]
     assert min(shares) < Assumptions().cpu_efficiency < max(shares)
     for source in ("KTransformers", "llama.cpp"):
-        assert CONTENT["sources"][source] in plan_report.CPU_ENGINES
+        assert CONTENT["sources"][source] in explanation.CPU_ENGINES
