@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "plan": "predict whether a model fits a machine, with how many residents, and how fast",
     "replay": "replay a routing trace through the shipped policy and baselines",
     "report": "write an HTML report with charts from a server's statistics or a replay",
+    "status": "show where a running server's experts are and how they are used, once or every two seconds",
     "profile": "show saved routing profiles, and merge them",
     "run": "run one of SGLang's tools that take the arguments of a launch, such as sglang.compile_deep_gemm",
 }

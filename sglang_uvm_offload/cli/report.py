@@ -23,10 +23,15 @@ from sglang_uvm_offload.report.html import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
 
 MAX_BYTES = 64 << 20
+MAX_REASON_BYTES = 4096
 TIMEOUT_SECONDS = 30
 """For the whole request, from the DNS lookup to the last byte."""
 API_KEY = "SGLANG_UVM_OFFLOAD_API_KEY"
 """The environment variable with the server's ``--api-key``. A flag would show the key in the process list."""
+
+
+class _Refusal(msgspec.Struct):
+    error: str
 
 
 class SourceError(ValueError):
@@ -66,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 def report_of(source: str) -> str:
     """The report for a URL or a file. Raises ``SourceError``."""
-    from_server = re.match("https?://", source, re.IGNORECASE)
+    from_server = is_url(source)
     if not from_server and (other := mistaken(source, "report")):
         raise SourceError(f"{source}: {other}")
-    data = _fetched(source) if from_server else _read(source)
+    data = fetched(source, "/server_info") if from_server else _read(source)
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         if "results" in keys:
@@ -94,8 +99,14 @@ def _report_of_server(info: ServerInfo, source: str) -> str:
     return server_report(info, source)
 
 
-def _fetched(source: str) -> bytes:
-    url = source if source.endswith("/server_info") else source.rstrip("/") + "/server_info"
+def is_url(source: str) -> bool:
+    return re.match("https?://", source, re.IGNORECASE) is not None
+
+
+def fetched(source: str, path: str) -> bytes:
+    """What the server at the URL ``source``, which may end with ``path``, answers to ``GET path``. Raises ``SourceError``; its
+    cause is an ``HTTPError`` for any status but 200."""
+    url = source if source.endswith(path) else source.rstrip("/") + path
     request = _request(url, source)
     answer: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
     # On a thread that may be abandoned: socket timeouts apply to each read, and a DNS lookup has none.
@@ -105,7 +116,7 @@ def _fetched(source: str) -> bytes:
     except queue.Empty:
         found = TimeoutError()
     if isinstance(found, Exception):
-        raise SourceError(f"{source}{_why(found)}") from found
+        raise SourceError(f"{source}{_why(found, path)}") from found
     if len(found) > MAX_BYTES:
         raise SourceError(f"{source}: larger than {MAX_BYTES >> 20} MiB, too large for statistics")
     return found
@@ -131,17 +142,29 @@ def _fetch(request: urllib.request.Request, answer: queue.SimpleQueue[bytes | Ex
         if len(data) <= MAX_BYTES and response.length:  # bytes are missing; ``read`` does not raise
             raise http.client.IncompleteRead(data, response.length)
         answer.put(data)
+    except urllib.error.HTTPError as error:
+        error.msg = _with_reason(error)
+        answer.put(error)
     except Exception as error:  # noqa: BLE001 -- of any type, for a malformed address or answer; the waiting thread reports it
         answer.put(error)
 
 
-def _why(error: Exception) -> str:
+def _with_reason(error: urllib.error.HTTPError) -> str:
+    """The HTTP phrase, followed by the ``error`` of the body where it has one."""
+    try:
+        reason = msgspec.json.decode(error.read(MAX_REASON_BYTES), type=_Refusal).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OSError, http.client.HTTPException):
+        return error.msg
+    return error.msg if reason == error.msg else f"{error.msg}: {reason}"
+
+
+def _why(error: Exception, path: str) -> str:
     """Why there is no answer, to append to the address."""
     if isinstance(error, urllib.error.HTTPError):
         hint = f": give its API key in the environment variable {API_KEY}" if error.code in (401, 403) else ""
-        return f": /server_info answers {error.code} {error.reason}{hint}"
+        return f": {path} answers {error.code} {error.reason}{hint}"
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
-        return _why(error.reason)
+        return _why(error.reason, path)
     if isinstance(error, TimeoutError):
         return f" does not answer within {TIMEOUT_SECONDS} seconds"
     if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):

@@ -85,6 +85,13 @@ def attn_dp_enabled() -> bool:
     return parallel.enable_dp_attention if VERSION < (0, 5, 22) else parallel.attn_dp_enabled
 
 
+def num_ranks() -> int:
+    """The ranks of this server on all nodes."""
+    parallel = get_parallel()
+    counts_groups = VERSION < (0, 5, 22) and parallel.enable_dp_attention
+    return parallel.tp_size * parallel.pp_size * (1 if counts_groups else parallel.dp_size)
+
+
 def uses_expert_location(layer: Any) -> bool:
     """Whether SGLang's map applies to the experts of a ``FusedMoE`` layer. Before 0.5.23 it applied to all."""
     return VERSION < (0, 5, 23) or bool(layer.uses_expert_location)

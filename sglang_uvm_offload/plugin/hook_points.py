@@ -159,7 +159,7 @@ ATTRIBUTES = {
     ),
     "sglang.srt.arg_groups.arg_utils": "A Arg NS",
     "sglang.srt.arg_groups.fields.parallel.Parallel": (
-        "attn_dp_enabled dp_rank enable_dp_attention_local_control_broadcast pp_rank pp_size tp_rank"
+        "attn_dp_enabled dp_rank dp_size enable_dp_attention_local_control_broadcast nnodes pp_rank pp_size tp_rank tp_size"
     ),
     "sglang.srt.constants": "GPU_MEMORY_TYPE_WEIGHTS",
     "sglang.srt.eplb.expert_location.ExpertLocationMetadata": "physical_to_logical_map_cpu",

@@ -72,6 +72,8 @@ class OffloadManager:
         self.steps = 0
         self.paused = False
         """Whether an operator has paused changes of residents."""
+        self.fewest_tokens = 1
+        """``readvise`` chooses from no fewer."""
         self._make_counters = make_counters
         self._decider = decider or self.mover.executor
         self._broadcast_decision = broadcast_decision
@@ -95,6 +97,11 @@ class OffloadManager:
     def fault(self) -> str | None:
         """Why residents can no longer change on this rank; None while they can."""
         return self.mover.fault
+
+    @property
+    def tokens_since_choice(self) -> int:
+        """Tokens since residents were last chosen at once, or the weights changed."""
+        return self.tokens - self.residents.tokens_at_choice
 
     @property
     def may_change(self) -> bool:
@@ -198,7 +205,7 @@ class OffloadManager:
     def _change_residents(self, tokens: int) -> None:
         """Start the changes of residents that are due before a step of ``tokens``."""
         residents = self.residents
-        warmed_up = self.tokens - residents.tokens_at_choice >= self.config.warmup_tokens
+        warmed_up = self.tokens_since_choice >= self.config.warmup_tokens
         if self.may_change and not residents.warm and warmed_up:
             residents.after_warmup(self.tokens)
         elif self.config.adapt == "continuous" and tokens:
@@ -232,11 +239,15 @@ class OffloadManager:
 
     def readvise(self) -> None:
         """Choose residents now, at an operator's request, from the routing since the last such choice and regardless of the
-        profile. Ends the warm-up. Changes nothing if no token was computed since then."""
+        profile. Ends the warm-up. With fewer than ``fewest_tokens`` since, nothing changes."""
         if self.mover.asleep:
             logger.info("Expert offload: residents cannot be chosen while the server has released its memory")
-        elif self.tokens == self.residents.tokens_at_choice:
-            logger.info("Expert offload: residents stay as they are: no token was computed since they were last chosen")
+        elif self.tokens_since_choice < self.fewest_tokens:
+            logger.info(
+                "Expert offload: residents stay: %d tokens since they were last chosen, and choosing them needs %d",
+                self.tokens_since_choice,
+                self.fewest_tokens,
+            )
         else:
             self.residents.choose(self.tokens)
             self._choose_for_drafts()
@@ -267,6 +278,7 @@ class OffloadManager:
         every step, it requests no counts: the request would still be in flight at the next step's poll."""
         if self.config.adapt != "continuous":
             self.ledger.poll()
+        self._poll_drafts()
         self.history.add(self.tokens)
 
     def poll_if_due(self) -> None:
@@ -300,7 +312,12 @@ class OffloadManager:
         """``poll`` until the ledger includes the last step before the idle period."""
         if self.ledger.steps < self.steps:
             self.ledger.poll()
+            self._poll_drafts()
             self.history.add(self.tokens)
+
+    def _poll_drafts(self) -> None:
+        for residents in self.drafts:
+            residents.ledger.poll()
 
     def routing_by_expert(self, wait: bool) -> RoutingCounts:
         """The target's counts by the checkpoint's expert: slightly stale, or with ``wait`` up to the last step."""

@@ -146,6 +146,8 @@ class TargetResidents(Residents):
         """Whether the warm-up is over, because residents were chosen from its routing, or none is needed."""
         self.routed_before: tuple[int, float] | None = None
         """Routed tokens, and those served by residents or slots, when residents were last chosen at once. None before that."""
+        self.chosen_from_tokens: int | None = None
+        """The tokens that residents were last chosen from at once; None before that."""
         self.profile_verdict: ProfileVerdict | None = None
         """The profile's hit rate on live traffic, set after the warm-up."""
 
@@ -168,6 +170,7 @@ class TargetResidents(Residents):
         self.warm = False
 
     def _chosen(self, tokens: int) -> None:
+        self.chosen_from_tokens = tokens - self.tokens_at_choice
         super()._chosen(tokens)
         self.routed_before = self.ledger.totals_routed
         self.warm = True

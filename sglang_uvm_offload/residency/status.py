@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import astuple
 
 from sglang_uvm_offload import __version__
+from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.memory.link import LinkStatus
 from sglang_uvm_offload.residency.history import Curve, Past, ProfileVerdict, hit_rate_curve
 from sglang_uvm_offload.residency.ledger import Ledger, hit_rate_of
@@ -143,6 +145,18 @@ class LookaheadStatus(Struct, frozen=True):
         return f"{100 * self.recall:.0f} % of {self.misses} misses came ahead; {right}"
 
 
+class RankId(Struct, frozen=True):
+    """A rank's place in each kind of parallelism."""
+
+    dp: Count = 0
+    pp: Count = 0
+    tp: Count = 0
+    ep: Count = 0
+
+    def __str__(self) -> str:
+        return " ".join(f"{kind}{number}" for kind, number in zip(self.__struct_fields__, astuple(self), strict=True))
+
+
 class PhaseTime(Struct, frozen=True):
     """One phase of a rank's start; what a phase within it takes counts there alone."""
 
@@ -224,8 +238,15 @@ class RankStatus(Struct, frozen=True):
     paused: bool = False
     """Whether an operator has residents stay where they are."""
     saves: Annotated[list[SaveStatus], Listed] = []
-    replica: Count = 0
-    """The data-parallel rank."""
+    rank: RankId = RankId()
+    chosen_from_tokens: Count | None = None
+    """The tokens whose routing residents were last chosen from all at once; None before the first such choice."""
+    tokens_since_choice: Count = 0
+    """What the next such choice would use."""
+    fewest_tokens: Count = 1
+    """With fewer, ``readvise`` changes nothing."""
+    host_free_bytes: Count | None = None
+    """Host RAM that is free on the rank's node. None in statistics that earlier versions saved."""
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""
@@ -280,16 +301,33 @@ class RankStatus(Struct, frozen=True):
         return [(layer, _routed(layer, whole), _routed(layer, partly)) for layer, whole, partly in triples]
 
 
+class OffloadStatus(Struct, frozen=True):
+    """The response of ``GET`` and ``POST /expert_offload``."""
+
+    version: str
+    """The plugin's version."""
+    ranks: Annotated[list[RankStatus], Listed]
+    """In the order of their ``rank``."""
+    left_out: Count = 0
+    """Ranks without a status here: those of other nodes, and those that did not answer in time."""
+    note: str | None = None
+    """What an action did; None where the statuses say it."""
+
+
 def _routed(layer: LayerStatus, ids: list[int]) -> list[int]:
     routed = set(layer.ids)
     return [i for i in ids if i in routed]
 
 
-def rank_status(manager: OffloadManager) -> RankStatus:
-    """The status of a rank, up to the last step launched. Waits for the device."""
-    manager.ledger.catch_up()
-    for residents in manager.drafts:
-        residents.ledger.catch_up()
+def rank_status(manager: OffloadManager, wait: bool = True) -> RankStatus:
+    """The status of a rank, up to the last step launched; without ``wait``, up to the last counts that have arrived. Only
+    ``wait`` waits for the device."""
+    if wait:
+        manager.ledger.catch_up()
+        for residents in manager.drafts:
+            residents.ledger.catch_up()
+    else:
+        manager.poll()
     target, ledger, drafts = manager.target, manager.ledger, [residents.ledger for residents in manager.drafts]
     layers = target.layers
     taken = target.extents.bytes_by_layer(target.resident_extents() & target.movable())
@@ -335,6 +373,10 @@ def rank_status(manager: OffloadManager) -> RankStatus:
         history=manager.history.past(manager.tokens),
         curve=hit_rate_curve(ledger.counted, target),
         profile=manager.residents.profile_verdict,
+        chosen_from_tokens=manager.residents.chosen_from_tokens,
+        tokens_since_choice=manager.tokens_since_choice,
+        fewest_tokens=manager.fewest_tokens,
+        host_free_bytes=host_available(),
         evicted_bytes=manager.evictions.evicted_bytes,
         reclaimable_bytes=manager.reclaimable_bytes,
         link=manager.link,

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from builders.managers import Rank, config
 
 from sglang_uvm_offload.plugin.operate import actions
-from sglang_uvm_offload.plugin.operate.actions import KEY, Action, perform, refusal
+from sglang_uvm_offload.plugin.operate.actions import (
+    KEY,
+    Action,
+    choices,
+    fewest_tokens,
+    perform,
+    refusal,
+    too_few_tokens,
+)
+from sglang_uvm_offload.residency.status import RankId, rank_status
+from sglang_uvm_offload.routing.profile import RoutedModel
 
 pytestmark = pytest.mark.sglang
 
@@ -79,3 +90,28 @@ def test_a_rank_does_what_it_is_told():
     assert saved == []
     perform(Action.SAVE, rank.manager, savers)
     assert saved == ["profile", "trace"]
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 8, 16), (60, 8, 8), (8, None, 8), (0, None, 1)])
+def test_residents_are_chosen_from_no_fewer_tokens_than_can_activate_every_expert(experts, top_k, tokens):
+    assert fewest_tokens(RoutedModel("m", "M", (0,), experts, top_k)) == tokens
+
+
+def after(tokens, dp=0, fewest=3, **changes):
+    rank = Rank(config(warmup_tokens=10**6))
+    status = msgspec.structs.replace(rank_status(rank.manager), rank=RankId(dp), fewest_tokens=fewest, **changes)
+    return msgspec.structs.replace(status, tokens_since_choice=tokens)
+
+
+def test_one_replica_with_enough_tokens_is_enough():
+    assert too_few_tokens([after(2), after(3, dp=1)]) is None
+    assert "serve 1 more first" in too_few_tokens([after(2), after(1, dp=1)])
+
+
+def test_each_replica_says_what_it_did():
+    before = [after(2), after(9, dp=1)]
+    done = choices(before, [after(2), after(0, dp=1, chosen_from_tokens=9)])
+    assert done.split("; ") == [
+        "DP 0: residents stay: 2 tokens since they were last chosen, 3 needed",
+        "DP 1: residents chosen from the routing of 9 tokens",
+    ]

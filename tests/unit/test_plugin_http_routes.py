@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,46 +26,57 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.files.autosave import Saver
-from sglang_uvm_offload.plugin.operate import actions, http_routes
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.operate import actions, http_routes, rank_files
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.server_config import attach, attach_requested
-from sglang_uvm_offload.residency.status import SaveStatus
+from sglang_uvm_offload.residency.status import RankId, SaveStatus, rank_status
 
 pytestmark = pytest.mark.sglang
 
 
 class TokenizerManager:
-    """Stands for SGLang's, with one rank behind it: keeps what it is asked to set."""
+    """Stands for SGLang's, with one process behind it that writes the files of all ranks: keeps what it is asked to set."""
 
     def __init__(self, cfg):
         self.server_args = SimpleNamespace()
         attach_requested(self.server_args, cfg)
         attach(self.server_args, cfg)
         self.rank = None if cfg is None else Rank(cfg)
-        self.asked, self.saves, self.replicas = [], [], [0]
+        self.asked, self.saves, self.ids, self.numbers = [], [], [RankId()], []
 
     async def set_internal_state(self, request):
-        self.asked.append(Action.of(request.server_args))
+        number = rank_files.requested(request.server_args)
+        if number is None:
+            self.asked.append(action := Action.of(request.server_args))
+            actions.perform(action, self.rank.manager, [])
+            return
+        self.numbers.append(number)
+        for rank in self.ids:
+            rank_files.write(number, rank, self.status(rank))
 
-    async def get_internal_state(self):
-        save = self.saves.pop(0) if len(self.saves) > 1 else self.saves
-        status = {**self.rank.status(), "saves": msgspec.to_builtins(save)}
-        return [{"expert_offload": {**status, "replica": replica}} for replica in self.replicas]
+    def status(self, rank):
+        saves = self.saves.pop(0) if len(self.saves) > 1 else self.saves
+        return msgspec.structs.replace(rank_status(self.rank.manager, wait=False), rank=rank, saves=saves)
 
 
 @pytest.fixture
-def serve(monkeypatch):
-    """A client of a server with these flags and keys, and its tokenizer manager."""
+def serve(monkeypatch, tmp_path):
+    """A client of a server with these flags and keys on ``nodes`` nodes, and its tokenizer manager."""
 
-    def made(cfg, **keys):
+    def made(cfg, nodes=1, **keys):
         manager = TokenizerManager(cfg)
         server = ModuleType("http_server")
         server.app = FastAPI()
         server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
         monkeypatch.setitem(sys.modules, http_routes.SERVER, server)
         monkeypatch.setattr(http_routes, "get_serving", lambda: SimpleNamespace(tokenizer_worker_num=1))
-        local = SimpleNamespace(enable_dp_attention_local_control_broadcast=False)
-        monkeypatch.setattr(actions, "get_parallel", lambda: local)
+        local = SimpleNamespace(enable_dp_attention_local_control_broadcast=False, nnodes=nodes)
+        for module in (actions, http_routes):
+            monkeypatch.setattr(module, "get_parallel", lambda: local)
+        monkeypatch.setattr(compat, "num_ranks", lambda: len(manager.ids) * nodes)
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", None)  # it is kept once a process
         http_routes.add_where_served()
         if keys:
             add_api_key_middleware(server.app, **{"api_key": None, "admin_api_key": None, **keys})
@@ -76,21 +89,96 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_the_status_is_that_of_each_replicas_first_rank(serve):
+def test_every_rank_has_a_status_in_the_order_of_its_place(serve, tmp_path):
     client, manager = serve(config())
+    manager.ids = [RankId(dp, pp, tp) for tp in (1, 0) for pp in (0, 1) for dp in (1, 0)]
     answer = client.get("/expert_offload")
     assert answer.status_code == 200
-    assert answer.json()["version"] == __version__
-    (rank,), status = answer.json()["ranks"], manager.rank.status()
-    assert {**rank, "history": None} == {**status, "history": None}
+    assert (answer.json()["version"], answer.json()["left_out"], answer.json()["note"]) == (__version__, 0, None)
+    ids, status = [rank["rank"] for rank in answer.json()["ranks"]], manager.rank.status()
+    assert [tuple(rank.values())[:3] for rank in ids] == list(itertools.product((0, 1), repeat=3))
+    moving = dict.fromkeys(("history", "rank", "host_free_bytes"))
+    for rank in answer.json()["ranks"]:
+        assert {**rank, **moving} == {**status, **moving}
+    assert list(tmp_path.iterdir()) == [], "the files last as long as the request"
+
+
+def test_ranks_of_other_nodes_are_left_out_and_not_awaited(serve, monkeypatch):
+    monkeypatch.setattr(http_routes, "RANK_SECONDS", 1e6)
+    client, _ = serve(config(), nodes=2)
+    answer = client.get("/expert_offload").json()
+    assert (len(answer["ranks"]), answer["left_out"]) == (1, 1)
+
+
+def test_a_rank_that_does_not_answer_is_left_out(serve, monkeypatch):
+    monkeypatch.setattr(http_routes, "RANK_SECONDS", 0.05)
+    client, _ = serve(config())
+    monkeypatch.setattr(compat, "num_ranks", lambda: 2)
+    answer = client.get("/expert_offload").json()
+    assert (len(answer["ranks"]), answer["left_out"]) == (1, 1)
+
+
+def test_ranks_that_hang_do_not_hang_the_request(serve, monkeypatch):
+    monkeypatch.setattr(http_routes, "STEP_SECONDS", 0.05)
+    client, manager = serve(config())
+
+    async def never(request):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(manager, "set_internal_state", never)
+    answer = client.get("/expert_offload")
+    assert answer.status_code == 503
+    assert "no rank has answered within 0.05 s" in answer.json()["error"]
+
+
+def test_a_rank_writes_for_nobody_once_the_request_has_been_answered(serve, tmp_path):
+    client, manager = serve(config())
+    client.get("/expert_offload")
+    rank_files.write(manager.numbers[0], RankId(), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_writes_into_no_folder_that_another_user_can_reach(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with rank_files.RankFiles() as files:
+        (number,) = files.message().values()
+        (folder,) = tmp_path.iterdir()
+        folder.chmod(0o755)
+        rank_files.write(number, RankId(), None)
+        assert len(files) == 0
+        folder.chmod(0o700)
+        rank_files.write(number, RankId(), None)
+        assert files.read() == [None]
+
+
+@pytest.mark.parametrize("message", [{}, {"expert_offload": 1}, {rank_files.KEY: -1}, {rank_files.KEY: 1.0}])
+def test_other_messages_ask_for_no_status(message):
+    assert rank_files.requested(message) is None
 
 
 @pytest.mark.parametrize("action", list(Action))
 def test_an_action_reaches_the_ranks_and_its_answer_is_the_status(serve, action):
-    client, manager = serve(config(save_profile="p.npz"))
+    client, manager = serve(config(save_profile="p.npz", warmup_tokens=10**6))
+    manager.rank.step([[5, 6, 7]])
     answer = client.post("/expert_offload", json={"action": action})
     assert (answer.status_code, len(answer.json()["ranks"])) == (200, 1)
     assert manager.asked == [action]
+
+
+def test_residents_are_not_chosen_from_too_few_tokens(serve):
+    client, manager = serve(config(warmup_tokens=10**6))
+    manager.rank.manager.fewest_tokens = 3
+    manager.rank.step([[5, 6, 7]])
+    answer = client.post("/expert_offload", json={"action": "readvise"})
+    assert answer.status_code == 409
+    assert "readvise: tokens since residents were last chosen: 1. " in answer.json()["error"]
+    assert "serve 2 more first" in answer.json()["error"]
+    assert manager.asked == []
+    manager.rank.step([[5, 6, 7]] * 2)
+    answer = client.post("/expert_offload", json={"action": "readvise"})
+    assert answer.json()["note"] == "residents chosen from the routing of 3 tokens"
+    assert [rank["chosen_from_tokens"] for rank in answer.json()["ranks"]] == [3]
+    assert manager.rank.resident() == [[5, 6, 7]] * 3
 
 
 @pytest.mark.parametrize(
@@ -107,10 +195,7 @@ def test_a_malformed_body_is_refused_with_what_would_be_right(serve, body):
 def test_a_status_that_a_rank_could_not_make_is_said_to_be_missing(serve, monkeypatch):
     client, manager = serve(config())
 
-    async def without():
-        return [{}]
-
-    monkeypatch.setattr(manager, "get_internal_state", without)
+    monkeypatch.setattr(manager, "status", lambda rank: None)
     answer = client.get("/expert_offload")
     assert answer.status_code == 503
     assert "its log has the reason" in answer.json()["error"]
@@ -141,14 +226,14 @@ def listening(app) -> Iterator[int]:
 @pytest.mark.parametrize("sent", [b'{"action"', b'{"action": "pause"}'])
 def test_a_client_that_leaves_costs_no_traceback(serve, sent, caplog):
     client, manager = serve(config(), admin_api_key="a")
-    heard, release, asked = threading.Event(), threading.Event(), manager.get_internal_state
+    heard, release, asked = threading.Event(), threading.Event(), manager.set_internal_state
 
-    async def slow():
+    async def slow(request):
         heard.set()
         await asyncio.to_thread(release.wait, patience(60))
-        return await asked()
+        return await asked(request)
 
-    manager.get_internal_state = slow
+    manager.set_internal_state = slow
     whole = sent.endswith(b"}")
     headers = ["Host: a", "Authorization: Bearer a", f"Content-Length: {len(sent) + (not whole)}"]
     head = "\r\n".join(["POST /expert_offload HTTP/1.1", *headers, "", ""])
@@ -179,21 +264,18 @@ def test_a_save_is_waited_for(serve, monkeypatch, tmp_path):
         assert asked_again.wait(patience(60))
         path.write_bytes(b"saved")
 
-    saver = Saver("profile", lambda _: write)
+    saver, perform, status = Saver("profile", lambda _: write), actions.perform, manager.status
 
-    async def set_internal_state(request):
-        actions.perform(Action.of(request.server_args), manager.rank.manager, [saver])
-
-    async def get_internal_state():
-        status = [SaveStatus(saver.what, saver.under_way, saver.saved_at, saver.failures, saver.error)]
+    def status_now(rank):
+        manager.saves = [[SaveStatus(saver.what, saver.under_way, saver.saved_at, saver.failures, saver.error)]] * 2
         if seen:
             asked_again.set()
         seen.append(saver.under_way)
-        return [{"expert_offload": {**manager.rank.status(), "saves": msgspec.to_builtins(status)}}]
+        return status(rank)
 
     seen = []
-    monkeypatch.setattr(manager, "set_internal_state", set_internal_state)
-    monkeypatch.setattr(manager, "get_internal_state", get_internal_state)
+    monkeypatch.setattr(actions, "perform", lambda action, manager, _: perform(action, manager, [saver]))
+    monkeypatch.setattr(manager, "status", status_now)
     answer = client.post("/expert_offload", json={"action": "save"})
     assert answer.status_code == 200
     assert (seen[:2], seen[-1]) == ([True, True], False)

@@ -53,7 +53,24 @@ def test_without_a_new_token_residents_stay(caplog):
         rank.manager.readvise()
     assert rank.resident() == [[5, 6, 7]] * LAYERS
     assert rank.manager.ledger.moves == moves
-    assert "residents stay as they are: no token was computed since they were last chosen" in caplog.text
+    assert "residents stay: 0 tokens since they were last chosen" in caplog.text
+
+
+def test_residents_stay_where_too_few_tokens_would_rank_them(caplog):
+    rank = Rank(config(warmup_tokens=4))
+    serve(rank, [5, 6, 7], 4)
+    rank.step([[0, 1, 2]])  # before which the warm-up is over
+    rank.manager.fewest_tokens = 3
+    rank.step([[0, 1, 2]])
+    with caplog.at_level(logging.INFO):
+        rank.manager.readvise()
+    assert rank.resident() == [[5, 6, 7]] * LAYERS
+    assert "2 tokens since they were last chosen, and choosing them needs 3" in caplog.text
+    assert rank.status()["tokens_since_choice"] == 2
+    serve(rank, [0, 1, 2], 1)
+    rank.manager.readvise()
+    assert rank.resident() == [[0, 1, 2]] * LAYERS
+    assert (rank.status()["chosen_from_tokens"], rank.status()["tokens_since_choice"]) == (3, 0)
 
 
 def test_a_replica_without_traffic_yet_still_warms_up():

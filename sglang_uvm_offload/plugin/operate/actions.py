@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from sglang_uvm_offload.config import Settings
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.residency.manager import OffloadManager
+from sglang_uvm_offload.residency.status import RankStatus
+from sglang_uvm_offload.routing.profile import RoutedModel
 
 KEY = "expert_offload"
 """The key in ``SetInternalStateReq.server_args``, which SGLang delivers to every rank between the same two steps."""
@@ -61,6 +64,39 @@ def refusal(action: Action, config: Settings) -> str | None:
             "--enable-dp-attention-local-control-broadcast"
         )
     return None
+
+
+def fewest_tokens(model: RoutedModel) -> int:
+    """The fewest tokens from whose routing residents may be chosen: those that could have activated every expert of a layer
+    once. After fewer, some expert has no activation however even the routing is, and its rank among the experts means
+    nothing. One expert a token is assumed where the model does not say how many."""
+    return max(1, math.ceil(model.num_experts / (model.top_k or 1)))
+
+
+def too_few_tokens(ranks: Sequence[RankStatus]) -> str | None:
+    """Why no rank would choose residents now, None if any would."""
+    if not ranks or any(rank.tokens_since_choice >= rank.fewest_tokens for rank in ranks):
+        return None
+    most, needed = max((rank.tokens_since_choice, rank.fewest_tokens) for rank in ranks)
+    return (
+        f"tokens since residents were last chosen: {most}. Ranking the experts of a layer takes {needed}, with which even "
+        f"routing activates each of them once; serve {needed - most} more first"
+    )
+
+
+def choices(before: Sequence[RankStatus], after: Sequence[RankStatus]) -> str:
+    """What ``readvise`` did, for each data-parallel rank if there are several: they choose apart. Takes the statuses before and
+    after it."""
+    then = {rank.rank.dp: rank.tokens_since_choice for rank in before}
+    done = {rank.rank.dp: _choice(then.get(rank.rank.dp, 0), rank) for rank in after}
+    return "; ".join(done.values() if len(done) == 1 else (f"DP {dp}: {what}" for dp, what in done.items()))
+
+
+def _choice(tokens_before: int, rank: RankStatus) -> str:
+    """``tokens_before``: ``tokens_since_choice`` before ``readvise``."""
+    if rank.tokens_since_choice < tokens_before:
+        return f"residents chosen from the routing of {rank.chosen_from_tokens} tokens"
+    return f"residents stay: {rank.tokens_since_choice} tokens since they were last chosen, {rank.fewest_tokens} needed"
 
 
 def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) -> None:

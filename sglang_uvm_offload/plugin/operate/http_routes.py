@@ -1,6 +1,6 @@
 """``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, with SGLang's own rules for API keys.
 
-Actions reach the ranks through SGLang's ``set_internal_state``; the status comes the same way as that of ``/server_info``.
+Actions, and requests for a status, reach all ranks through SGLang's ``set_internal_state``; each rank answers with a file.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import time
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SetInternalStateReq
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.config import Settings
-from sglang_uvm_offload.plugin.operate.actions import KEY, Action, refusal
+from sglang_uvm_offload.plugin import compat
+from sglang_uvm_offload.plugin.operate.actions import Action, choices, refusal, too_few_tokens
+from sglang_uvm_offload.plugin.operate.rank_files import RankFiles
 from sglang_uvm_offload.plugin.server_config import config_of
-from sglang_uvm_offload.residency.status import RankStatus
+from sglang_uvm_offload.residency.status import OffloadStatus
 
 PATH = "/expert_offload"
 SERVER = "sglang.srt.entrypoints.http_server"
@@ -33,14 +36,13 @@ WRAPPED = "SGLANG_UVM_OFFLOAD_WRAPPED_APP"
 MAX_BODY_BYTES = 4096
 SAVE_SECONDS = 30.0
 """How long a request waits for a save."""
+STEP_SECONDS = 60.0
+"""How long a request waits for the first rank, which answers after the step at hand."""
+RANK_SECONDS = 10.0
+"""How long it then waits for the other ranks of this node."""
 
-
-class OffloadStatus(msgspec.Struct, frozen=True):
-    """The response of both routes: the status of the first rank of each data-parallel replica, in order."""
-
-    version: str
-    """Of this plugin."""
-    ranks: list[RankStatus]
+_late: set[asyncio.Task[Any]] = set()
+"""Requests to ranks that nobody waits for any more; the event loop keeps only weak references."""
 
 
 class _Command(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,7 +77,7 @@ def add(app: Any) -> None:
 
 
 async def get_status(request: Request) -> Response:
-    """The status; 404 if experts are not offloaded, 503 if a rank could not make its own."""
+    """The status; 404 if experts are not offloaded, 503 if no rank answers, or one could not make its status."""
     try:
         manager, _ = _served()
         return _answer(200, await _status(manager))
@@ -86,14 +88,19 @@ async def get_status(request: Request) -> Response:
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]  # SGLang's
 async def post_action(request: Request) -> Response:
     """Perform ``{"action": ...}`` on all ranks and return the status after it: 400 for a malformed request, 409 for an action
-    that this server does not support, 500 if a save failed."""
+    that this server does not support or has too few tokens for, 500 if a save failed."""
     try:
         action = action_in(await _body(request))
         manager, config = _served()
         if reason := refusal(action, config):
             raise Refused(409, f"{action}: {reason}")
-        await manager.set_internal_state(SetInternalStateReq(server_args=action.message()))
+        before = await _status(manager) if action is Action.READVISE else None
+        if before is not None and (reason := too_few_tokens(before.ranks)):
+            raise Refused(409, f"{action}: {reason}")
+        await _delivered(manager, action.message())
         status = await _status(manager)
+        if before is not None:
+            status = msgspec.structs.replace(status, note=choices(before.ranks, status.ranks))
         if action is Action.SAVE:
             status = await _saved(manager, status)
         return _answer(200, status)
@@ -111,11 +118,29 @@ def _served() -> tuple[Any, Settings]:
 
 
 async def _status(manager: Any) -> OffloadStatus:
-    states = await manager.get_internal_state()
-    if any(KEY not in state for state in states):
+    total = compat.num_ranks()
+    with RankFiles() as files:
+        await _delivered(manager, files.message())
+        end = time.monotonic() + RANK_SECONDS
+        while len(files) < total // get_parallel().nnodes and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        found = files.read()
+    ranks = [rank for rank in found if rank is not None]
+    if len(ranks) < max(len(found), 1):
         raise Refused(503, "a rank could not make its status; its log has the reason")
-    ranks = [msgspec.convert(state[KEY], RankStatus) for state in states]
-    return OffloadStatus(__version__, sorted(ranks, key=lambda rank: rank.replica))
+    return OffloadStatus(__version__, sorted(ranks, key=lambda rank: astuple(rank.rank)), total - len(ranks))
+
+
+async def _delivered(manager: Any, message: dict[str, int]) -> None:
+    """Returns once the first ranks have the message. A request of SGLang's cannot be cancelled: the next one would take its
+    answer for its own."""
+    request = asyncio.create_task(manager.set_internal_state(SetInternalStateReq(server_args=message)))
+    _late.add(request)
+    request.add_done_callback(_late.discard)
+    done, _ = await asyncio.wait({request}, timeout=STEP_SECONDS)
+    if not done:
+        raise Refused(503, f"no rank has answered within {STEP_SECONDS:g} s: a step takes longer, or a rank hangs")
+    request.result()
 
 
 async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:

@@ -13,7 +13,8 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 
 from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
-from sglang_uvm_offload.plugin.operate.actions import END, KEY, Action, perform, refusal
+from sglang_uvm_offload.plugin.operate import rank_files
+from sglang_uvm_offload.plugin.operate.actions import END, KEY, Action, fewest_tokens, perform, refusal
 from sglang_uvm_offload.plugin.rank.buffers import stream_status
 from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.host_memory import make_room
@@ -22,6 +23,7 @@ from sglang_uvm_offload.plugin.rank.state import RankState, is_first_rank
 from sglang_uvm_offload.plugin.rank.vram_limits import bound_torch, take_indexer_budget
 from sglang_uvm_offload.residency.status import (
     LookaheadStatus,
+    RankId,
     RankStatus,
     SaveStatus,
     described,
@@ -31,6 +33,7 @@ from sglang_uvm_offload.residency.status import (
 
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.operate.metrics import Metrics
+    from sglang_uvm_offload.residency.manager import OffloadManager
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class OperatingHooks:
                 if is_first_rank():
                     ranks = get_parallel().tp_size * get_parallel().pp_size
                     make_room(ranks * self._status().resident_bytes, read_models(get_server_args()))
+        if self.rank.routed_model is not None:
+            self.rank.manager.fewest_tokens = fewest_tokens(self.rank.routed_model)
         self.rank.manager.begin_serving()
         # The KV cache was allocated after the experts. Check now, so that no check allocates during the first steps.
         self.rank.manager.check_for_evictions()
@@ -117,6 +122,9 @@ class OperatingHooks:
         if request.server_args == END:
             self._begin_end()
             return SetInternalStateReqOutput(updated=True)
+        if (number := rank_files.requested(request.server_args)) is not None:
+            self._write_status(number)
+            return SetInternalStateReqOutput(updated=True)
         action = Action.of(request.server_args)
         if action is None:
             return original(scheduler, request, *args)
@@ -133,17 +141,34 @@ class OperatingHooks:
         for saver in savers:
             saver.begin_end()
 
-    def _status(self) -> RankStatus:
-        """The status up to the last step launched. Waits for the device."""
+    def _write_status(self, number: int) -> None:
+        """Every rank answers with a file: SGLang returns the answers of a few ranks only. A status that cannot be made must not
+        end the server: its file is null."""
+        answer: list[RankStatus | None] = [None]
+
+        def add() -> None:
+            answer[0] = self._status(wait=False)
+
+        self.chores.run("the status", add)
+        self.chores.run("writing the status", lambda: rank_files.write(number, _rank_id(self.rank.manager), answer[0]))
+
+    def _status(self, wait: bool = True) -> RankStatus:
+        """As ``rank_status``, with what this process adds."""
         trace = None if self.rank.recording is None else self.rank.recording.status()
         streaming = stream_status(self.rank.layer_hooks.streamer)
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
-        replica = get_parallel().dp_rank or 0
-        own = rank_status(self.rank.manager)
+        own = rank_status(self.rank.manager, wait)
         gain = None if self.rank.slots is None else self.rank.slots.gain()
-        found = {"trace": trace, "streaming": streaming, "saves": saves, "replica": replica, "start": self.rank.start.phases()}
-        ahead = None if gain is None else LookaheadStatus(*gain)
-        return msgspec.structs.replace(own, **found, lookahead=ahead, lookup_table_bytes=self.rank.tables.nbytes)
+        return msgspec.structs.replace(
+            own,
+            rank=_rank_id(self.rank.manager),
+            trace=trace,
+            streaming=streaming,
+            saves=saves,
+            start=self.rank.start.phases(),
+            lookahead=None if gain is None else LookaheadStatus(*gain),
+            lookup_table_bytes=self.rank.tables.nbytes,
+        )
 
     def after_release(self, result: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         if GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags:
@@ -177,3 +202,8 @@ class OperatingHooks:
     def after_shutdown(self, result: Any, *args: Any, **kwargs: Any) -> None:
         for saver in self.rank.savers:
             saver.finish()
+
+
+def _rank_id(manager: OffloadManager) -> RankId:
+    parallel, layers = get_parallel(), manager.target.layers
+    return RankId(parallel.dp_rank or 0, parallel.pp_rank, parallel.tp_rank, layers[0].shard.ep_rank if layers else 0)

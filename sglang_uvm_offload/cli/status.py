@@ -1,0 +1,108 @@
+"""The ``status`` command: where a running server's experts are and how they are used, once or again and again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import urllib.error
+
+import msgspec
+
+from sglang_uvm_offload.cli.report import API_KEY, SourceError, fetched, is_url
+from sglang_uvm_offload.cli.terminal import Frames, complain, say
+from sglang_uvm_offload.report.status_table import Look, status_line, status_table
+from sglang_uvm_offload.residency.status import OffloadStatus
+
+PATH = "/expert_offload"
+PERIOD_SECONDS = 2.0
+"""From one request to the next, at least: a rank answers between two steps."""
+NO_OFFLOADING, BUSY = 404, 503
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="URL",
+        help=f"URL of a running server; if it needs an API key, set {API_KEY} in the environment",
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--watch",
+        action="store_true",
+        help=f"ask every {PERIOD_SECONDS:g} seconds until Ctrl-C, and show what happened since the last answer; one line for "
+        "each answer if the output is no terminal",
+    )
+    shown.add_argument("--json", action="store_true", help=f"print the answer of GET {PATH}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the status. Returns 0, also after Ctrl-C; 1 if a watched server ends; 2 if there is no status."""
+    try:
+        answer, look = _look(args.source)
+    except SourceError as error:
+        complain(f"no status: {error}")
+        return 2
+    if args.json:
+        say(answer.decode())
+        return 0
+    if not args.watch:
+        say("\n".join(status_table(args.source, look, None)))
+        return 0
+    try:
+        return _watch(args.source, look)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _watch(source: str, look: Look) -> int:
+    frames, before, asked = Frames(), None, time.monotonic()
+    in_place = sys.stdout.isatty()
+    while True:
+        if in_place:
+            frames.show(status_table(source, look, before))
+        else:
+            say(status_line(look, before))
+            sys.stdout.flush()
+        before = look
+        while look is before:
+            time.sleep(max(0.0, asked + PERIOD_SECONDS - time.monotonic()))
+            asked = time.monotonic()
+            try:
+                _, look = _look(source)
+            except SourceError as error:
+                if not _may_pass(error):
+                    complain(f"the server has ended, or answers no more: {error}")
+                    return 1
+
+
+def _look(source: str) -> tuple[bytes, Look]:
+    """The answer, and what it says. Raises ``SourceError``."""
+    if not is_url(source):
+        raise SourceError(f"{source}: not the URL of a server; did you mean http://{source}?")
+    try:
+        answer = fetched(source, PATH)
+    except SourceError as error:
+        if _code(error) == NO_OFFLOADING:
+            raise SourceError(
+                f"{source}: this server does not offload experts: it needs sglang-uvm-offload installed, and "
+                "--expert-offload-num-resident"
+            ) from error
+        raise
+    try:
+        status = msgspec.json.decode(answer, type=OffloadStatus)
+        for rank in status.ranks:
+            rank.check()
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ``ValueError`` too
+        raise SourceError(f"{source}: not the JSON of this version's {PATH}: {error}") from error
+    return answer, Look(status, time.localtime())
+
+
+def _may_pass(error: SourceError) -> bool:
+    """Whether the server may only be in a long step."""
+    return isinstance(error.__cause__, TimeoutError) or _code(error) == BUSY
+
+
+def _code(error: SourceError) -> int | None:
+    """The HTTP status; None without an answer."""
+    return error.__cause__.code if isinstance(error.__cause__, urllib.error.HTTPError) else None

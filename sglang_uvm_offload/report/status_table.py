@@ -1,0 +1,179 @@
+"""A server's status as lines of text: a table with a row for each rank, or one line for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import asdict
+
+from sglang_uvm_offload.residency.status import OffloadStatus, RankId, RankStatus
+from sglang_uvm_offload.units import size
+
+_TITLES = (
+    ("", "residents", "", "hit", "over the", "link", "", "host RAM"),
+    ("rank", "experts", "GiB", "rate", "MiB/step", "GB/s", "promotions", "GiB free"),
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A server's answer, and the local time at which it came."""
+
+    status: OffloadStatus
+    at: time.struct_time
+
+    @property
+    def clock(self) -> str:
+        return time.strftime("%H:%M:%S", self.at)
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """What a rank did since an earlier answer, or since its start."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    routed: int
+    routed_resident: int
+    read_bytes: int
+    """Over the link by steps: in place, streamed and into slots."""
+    moves: int
+
+    @classmethod
+    def of(cls, rank: RankStatus, earlier: RankStatus | None) -> _Growth:
+        now = _totals(rank)
+        then = [0.0] * len(now) if earlier is None else _totals(earlier)
+        if any(old > new for old, new in zip(then, now, strict=True)):  # another server has taken its place
+            then = [0.0] * len(now)
+        seconds, *counts = (new - old for old, new in zip(then, now, strict=True))
+        return cls(seconds, *map(int, counts))
+
+    @property
+    def hit_rate(self) -> float | None:
+        return min(1.0, self.routed_resident / self.routed) if self.routed else None
+
+    @property
+    def mib_per_step(self) -> float | None:
+        return self.read_bytes / self.steps / 2**20 if self.steps else None
+
+    @property
+    def gb_per_second(self) -> float | None:
+        return self.read_bytes / self.seconds / 1e9 if self.seconds else None
+
+
+def status_table(source: str, look: Look, before: Look | None) -> list[str]:
+    """The lines of a table, and what else a person should know. Rates and hit rates are those since ``before``; None: since the
+    start. 79 columns but for long names, messages and numbers."""
+    ranks, growths = look.status.ranks, _growths(look, before)
+    names = _names([rank.rank for rank in ranks])
+    rows = [*_TITLES, *(_row(name, rank, growths[rank.rank]) for name, rank in zip(names, ranks, strict=True))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES[0]))]
+    table = [
+        "  ".join(f"{cell:{'<' if column == 0 else '>'}{widths[column]}}" for column, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]
+    return [f"{source}  {look.clock}", _summary(list(growths.values()), before), "", *table, *_notes(look.status, names)]
+
+
+def status_line(look: Look, before: Look | None) -> str:
+    """One line for all ranks: of the link, what the rank with the most reads."""
+    growths = list(_growths(look, before).values())
+    ranks = look.status.ranks
+    hit_rate = _shared_hit_rate(growths)
+    parts = [
+        _summary(growths, before),
+        "no hit rate" if hit_rate is None else f"hit rate {100 * hit_rate:.1f} %",
+        f"up to {_most(growths, 'mib_per_step')} MiB/step and {_most(growths, 'gb_per_second')} GB/s over the link",
+        f"{sum(growth.moves for growth in growths)} promotions",
+        f"{_free(ranks)} GiB of host RAM free",
+    ]
+    return f"{look.clock} " + "; ".join([*parts, *_notes(look.status, _names([rank.rank for rank in ranks]))])
+
+
+def _growths(look: Look, before: Look | None) -> dict[RankId, _Growth]:
+    earlier = {} if before is None else {rank.rank: rank for rank in before.status.ranks}
+    return {rank.rank: _Growth.of(rank, earlier.get(rank.rank)) for rank in look.status.ranks}
+
+
+def _totals(rank: RankStatus) -> list[float]:
+    """In the order of the fields of ``_Growth``."""
+    past = rank.history
+    read = past.zero_copy_bytes[-1] + past.streamed_bytes[-1] + past.filled_bytes[-1]
+    columns = (past.seconds, past.steps, past.tokens, past.routed, past.routed_resident)
+    return [*(column[-1] for column in columns), read, past.moves[-1]]
+
+
+def _summary(growths: Sequence[_Growth], before: Look | None) -> str:
+    """Of the rank that took the most steps: all of a replica take the same."""
+    most = max(growths, key=lambda growth: growth.steps, default=None)
+    if most is None:
+        return "no rank has answered"
+    since = "since the start" if before is None else f"in the last {most.seconds:.1f} s"
+    return f"{since}: {most.steps} steps, {most.tokens} tokens"
+
+
+def _row(name: str, rank: RankStatus, growth: _Growth) -> tuple[str, ...]:
+    hit_rate, step, rate = growth.hit_rate, growth.mib_per_step, growth.gb_per_second
+    return (
+        name,
+        f"{rank.resident_experts}/{rank.num_experts}",
+        f"{rank.resident_bytes / 2**30:.2f}",
+        "-" if hit_rate is None else f"{100 * hit_rate:.1f} %",
+        "-" if step is None else f"{step:.1f}",
+        "-" if rate is None else f"{rate:.2f}",
+        f"{growth.moves}{'+' if rank.moving else ''}",
+        "-" if rank.host_free_bytes is None else f"{rank.host_free_bytes / 2**30:.1f}",
+    )
+
+
+def _shared_hit_rate(growths: Sequence[_Growth]) -> float | None:
+    routed = sum(growth.routed for growth in growths)
+    return min(1.0, sum(growth.routed_resident for growth in growths) / routed) if routed else None
+
+
+def _most(growths: Sequence[_Growth], name: str) -> str:
+    found = [value for growth in growths if (value := getattr(growth, name)) is not None]
+    return f"{max(found):.2f}" if found else "-"
+
+
+def _free(ranks: Sequence[RankStatus]) -> str:
+    found = [rank.host_free_bytes for rank in ranks if rank.host_free_bytes is not None]
+    return f"{min(found) / 2**30:.1f}" if found else "-"
+
+
+def _names(ids: Sequence[RankId]) -> list[str]:
+    """The parts of each rank's id that tell it from others: "tp1", or "dp0 tp1"."""
+    columns = {kind: [asdict(each)[kind] for each in ids] for kind in RankId.__struct_fields__}
+    used = {kind: column for kind, column in columns.items() if len(set(column)) > 1}
+    if used.get("ep") == used.get("tp"):
+        used.pop("ep", None)
+    used = used or {"tp": columns["tp"]}
+    return [" ".join(f"{kind}{column[index]}" for kind, column in used.items()) for index in range(len(ids))]
+
+
+def _notes(status: OffloadStatus, names: Sequence[str]) -> list[str]:
+    """What is wrong, slow or held, each once with the ranks that it concerns."""
+    found: dict[str, list[str]] = {}
+    for name, rank in zip(names, status.ranks, strict=True):
+        for note in _rank_notes(rank):
+            found.setdefault(note, []).append(name)
+    notes = [note if len(of) == len(names) else f"{', '.join(of)}: {note}" for note, of in found.items()]
+    if status.left_out:
+        notes.append(f"ranks left out: {status.left_out} (on other nodes, or without an answer in time)")
+    return notes
+
+
+def _rank_notes(rank: RankStatus) -> list[str]:
+    notes = [] if rank.link is None else [rank.link.verdict(), *rank.link.because]
+    notes += ["paused: residents stay until resume"] if rank.paused else []
+    notes += [] if rank.warmup_done else ["the warm-up is not over"]
+    notes += [f"FAULT: {rank.fault}"] if rank.fault is not None else []
+    if rank.streaming is not None and rank.streaming.fault is not None:
+        notes.append(f"FAULT: streaming: {rank.streaming.fault}")
+    if rank.trace is not None and rank.trace.stopped:
+        notes.append("FAULT: the trace has stopped")
+    notes += [f"FAULT: saving the {save.what}: {save.error}" for save in rank.saves if save.error is not None]
+    return notes + ([f"{size(rank.evicted_bytes)} of residents are evicted from VRAM"] if rank.evicted_bytes else [])
