@@ -43,6 +43,7 @@ Serving, for each forward step:
 Operating, while it serves:
 
     plugin/operate/http_routes      GET and POST /expert_offload, in the process that serves HTTP
+    plugin/operate/rank_files       the status that each rank writes for it, between two steps
     plugin/operate/actions          readvise, pause, resume, save: on every rank between the same two steps
     plugin/rank/expert_map          ExpertLocationUpdater.update: experts are rearranged, and counts and residents follow them
     residency/residents             chooses at once; residency/rearranging follows; files/autosave saves

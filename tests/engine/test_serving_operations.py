@@ -60,7 +60,7 @@ def said(checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.Te
 @pytest.mark.since("0.5.23", "its HTTP processes load no plugins where there are several, which is refused")
 def test_every_http_process_answers_with_all_replicas(said: Status) -> None:
     for status in said["asked"]:
-        assert [rank["replica"] for rank in status["ranks"]] == [0, 1]
+        assert [rank["rank"]["dp"] for rank in status["ranks"]] == [0, 1]
         assert all(rank["offloaded_experts"] > 0 for rank in status["ranks"])
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,12 +67,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(installed: Installed, found: Path, help_text: subprocess.Popen[str]) -> Iterator[Server]:
     with InstalledServer(installed, found, expert_offload_num_resident=6) as server:
+        answer(server)  # residents are chosen from some tokens only
         yield server
 
 
-def test_a_server_offloads_and_answers(server: Server):
+def answer(server: Server) -> list[int]:
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    assert len(server.post("/generate", {"text": "If the argument is", "sampling_params": sampling})["output_ids"]) == 8
+    return server.post("/generate", {"text": "If the argument is", "sampling_params": sampling})["output_ids"]
+
+
+def test_a_server_offloads_and_answers(server: Server):
+    assert len(answer(server)) == 8
     (rank,) = server.get("/expert_offload")["ranks"]
     assert (rank["resident_experts"], rank["offloaded_experts"]) == (12, 20)
 
@@ -106,3 +112,21 @@ def test_a_report_of_the_documents_is_written(server: Server, installed: Install
     page = installed.outside / words[words.index("--out") + 1]
     assert server.url in page.read_text()
     page.unlink()
+
+
+@pytest.mark.parametrize("words", pages.of_kind("sglang-uvm-offload status"), ids=" ".join)
+def test_a_status_of_the_documents_is_shown(server: Server, installed: Installed, words: list[str]):
+    name, *arguments = [word.replace(DOCUMENTED, server.url) for word in words]
+    command = [str(installed.folder / "bin" / name), *arguments]
+    with subprocess.Popen(command, env=installed.environment, cwd=installed.outside, stdout=subprocess.PIPE) as running:
+        try:
+            if "--watch" in words:
+                assert running.stdout is not None
+                shown = running.stdout.readline()
+                running.send_signal(signal.SIGINT)
+            else:
+                shown, _ = running.communicate(timeout=patience(60))
+            assert running.wait(patience(60)) == 0
+        finally:
+            running.kill()
+    assert b"since the start: " in shown

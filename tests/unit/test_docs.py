@@ -65,7 +65,7 @@ RUN_BY = {
     "bash scripts/quickstart.sh": "engine/test_quickstart.py",
     **dict.fromkeys(("sglang serve", "python -m sglang.launch_server"), "engine/test_docs_launches.py"),
     "sglang-uvm-offload doctor": "engine/test_docs_launches.py",
-    **dict.fromkeys(("sglang-uvm-offload report", "curl"), "engine/test_wheel.py"),
+    **dict.fromkeys(("sglang-uvm-offload report", "sglang-uvm-offload status", "curl"), "engine/test_wheel.py"),
     "sglang-uvm-offload run": "engine/test_plugin_doors.py",
     "scripts/gpu_session.sh": "compiled/test_gpu_session.py",
     **dict.fromkeys(("python -m benchmarks.lm_eval_results", "lm_eval run"), "unit/test_lm_eval_results.py"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args, get_serving
@@ -158,7 +160,12 @@ class OperatingHooks:
         streaming = stream_status(self.rank.layer_hooks.streamer)
         saves = [SaveStatus(s.what, s.under_way, s.saved_at, s.failures, s.error) for s in self.rank.savers]
         own = rank_status(self.rank.manager, wait)
-        gain = None if self.rank.slots is None else self.rank.slots.gain()
+        ahead = None
+        if self.rank.slots is not None:
+            # Read on a stream of its own, the counters do not wait for the steps that are launched.
+            beside = nullcontext() if wait or not self.rank.backend.on_cuda else torch.cuda.stream(torch.cuda.Stream())
+            with beside:
+                ahead = self.rank.slots.gain()
         return msgspec.structs.replace(
             own,
             rank=_rank_id(self.rank.manager),
@@ -166,7 +173,7 @@ class OperatingHooks:
             streaming=streaming,
             saves=saves,
             start=self.rank.start.phases(),
-            lookahead=None if gain is None else LookaheadStatus(*gain),
+            lookahead=None if ahead is None else LookaheadStatus(*ahead),
             lookup_table_bytes=self.rank.tables.nbytes,
         )
 
