@@ -16,7 +16,7 @@ from sglang_uvm_offload.residency.status import OffloadStatus
 
 PATH = "/expert_offload"
 PERIOD_SECONDS = 2.0
-"""From one request to the next, at least: a rank answers between two steps."""
+"""From an answer to the next request: ranks answer between two steps."""
 NO_OFFLOADING, BUSY = 404, 503
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(source: str, look: Look) -> int:
-    frames, before, asked = Frames(), None, time.monotonic()
+    frames, before = Frames(), None
     in_place = sys.stdout.isatty()
     while True:
         if in_place:
@@ -66,8 +66,7 @@ def _watch(source: str, look: Look) -> int:
             sys.stdout.flush()
         before = look
         while look is before:
-            time.sleep(max(0.0, asked + PERIOD_SECONDS - time.monotonic()))
-            asked = time.monotonic()
+            time.sleep(PERIOD_SECONDS)
             try:
                 _, look = _look(source)
             except SourceError as error:

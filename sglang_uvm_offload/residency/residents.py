@@ -106,7 +106,7 @@ class Residents:
         """Runs on the mover's thread."""
         model, ledger, started = self.model, self.ledger, time.perf_counter()
         present = model.resident_extents()
-        moved = self._mover.move(model.by_layer(after), show=chosen is not None)
+        moved = self._mover.move(model.by_layer(after), show=False)  # SGLang's log would land in the line of a bar
         now, seconds = model.resident_extents(), time.perf_counter() - started
         ledger.moved_bytes += moved
         ledger.moves += int((now & ~present).sum())

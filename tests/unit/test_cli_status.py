@@ -69,20 +69,18 @@ def server() -> Iterator[dict]:
         thread.join()
 
 
-class Clock:
-    """Time that passes only in ``sleep``; ends the watch with Ctrl-C when there is none left."""
+def watch(url: str, monkeypatch: pytest.MonkeyPatch, looks: int) -> list[float]:
+    """Watch for so many looks, until Ctrl-C. Returns how long it sleeps between two."""
+    slept: list[float] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-        self.now, self.slept, self.left = 100.0, [], looks
-        monkeypatch.setattr(status_cli.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(status_cli.time, "sleep", self.sleep)
-
-    def sleep(self, seconds: float) -> None:
-        self.left -= 1
-        if not self.left:
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == looks:
             raise KeyboardInterrupt
-        self.slept.append(seconds)
-        self.now += seconds
+
+    monkeypatch.setattr(status_cli.time, "sleep", sleep)
+    assert main(["status", url, "--watch"]) == 0
+    return slept[:-1]
 
 
 def test_one_look_has_a_row_for_each_rank_that_fits_a_terminal(server, capsys):
@@ -113,15 +111,15 @@ def test_a_watch_shows_what_happened_since_the_last_look_and_ends_with_ctrl_c(se
     server["answers"] += [serving.answer()]
     serving.step([[0, 7]])
     server["answers"] += [serving.answer()] * 2
-    clock = Clock(monkeypatch, looks=4)
-    assert main(["status", server["url"], "--watch"]) == 0
+    slept = watch(server["url"], monkeypatch, looks=4)
     lines = capsys.readouterr().out.splitlines()
     assert ["since the start: 1 steps, 1 tokens" in lines[0], *("in the last " in line for line in lines[1:])] == [True] * 4
     shown = [line.partition("hit rate ")[2].partition(";")[0] for line in lines]
     assert shown == ["100.0 %", "0.0 %", "50.0 %", ""]
     assert "no hit rate" in lines[-1], "nothing was routed since"
-    assert clock.slept == [status_cli.PERIOD_SECONDS] * 3
-    assert status_cli.PERIOD_SECONDS >= 1, "a rank answers between two steps"
+    assert slept == [status_cli.PERIOD_SECONDS] * 3
+    assert status_cli.PERIOD_SECONDS >= 1, "ranks answer between two steps"
+    assert len(server["heard"]) == 4
 
 
 def test_a_watch_of_another_server_at_the_same_address_begins_anew(server, capsys, monkeypatch):
@@ -130,14 +128,13 @@ def test_a_watch_of_another_server_at_the_same_address_begins_anew(server, capsy
         before.step([[0, 1]])
     after.step([[6, 7]])
     server["answers"] = [before.answer(), after.answer()]
-    Clock(monkeypatch, looks=2)
-    assert main(["status", server["url"], "--watch"]) == 0
+    watch(server["url"], monkeypatch, looks=2)
     assert "hit rate 0.0 %" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_a_watch_outlasts_a_long_step_and_ends_with_the_server(server, capsys, monkeypatch):
     server["answers"] = [Serving().answer(), BUSY, Serving().answer(), (500, b"")]
-    Clock(monkeypatch, looks=9)
+    monkeypatch.setattr(status_cli.time, "sleep", lambda seconds: None)
     assert main(["status", server["url"], "--watch"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
@@ -211,9 +208,8 @@ def test_frames_are_drawn_over_each_other_and_fit_the_terminal(capsys, monkeypat
 
 def test_a_watch_in_a_terminal_draws_the_table_in_place(server, capsys, monkeypatch):
     server["answers"] = [Serving().answer()]
-    Clock(monkeypatch, looks=3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert main(["status", server["url"], "--watch"]) == 0
+    watch(server["url"], monkeypatch, looks=3)
     frames = capsys.readouterr().out.split("\x1b[J")
     assert len(frames) == 3
     assert all("promotions" in frame and "tp1" in frame for frame in frames)

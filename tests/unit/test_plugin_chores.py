@@ -12,11 +12,14 @@ from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.plugin.operate import rank_files
 from sglang_uvm_offload.plugin.operate.actions import END, Action
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
+from sglang_uvm_offload.plugin.operate.rank_files import RankFiles
 from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.operating_hooks import OperatingHooks
 from sglang_uvm_offload.plugin.rank.state import RankState
+from sglang_uvm_offload.residency.status import RankId, RankStatus
 
 pytestmark = pytest.mark.sglang
 
@@ -30,7 +33,7 @@ class Short:
         self.error: BaseException | None = None
         self.calls = 0
 
-    def __call__(self, *args):
+    def __call__(self, *args, **kwargs):
         self.calls += 1
         if self.error is not None:
             raise self.error
@@ -97,6 +100,40 @@ def test_a_status_that_cannot_be_made_is_left_out(monkeypatch, caplog):
     shown = serving.hooks.after_internal_state(answer, None).internal_state
     assert shown == {"sglang": 1, "expert_offload_resident_selection": "first_n"}
     assert "the status failed: MemoryError: no room" in caplog.text
+
+
+def written(serving: Serving) -> list[RankStatus | None]:
+    """What the rank leaves for a request of its status."""
+    with get_parallel().override(tp_rank=3, pp_rank=2, dp_rank=1), RankFiles() as files:
+        done = serving.hooks.around_set_internal_state(None, None, SimpleNamespace(server_args=files.message()))
+        assert done.updated
+        return files.read()
+
+
+def test_a_rank_answers_a_request_for_its_status_without_waiting_for_the_device(monkeypatch):
+    serving = Serving()
+    serving.step()
+    monkeypatch.setattr(serving.rank.manager.ledger, "catch_up", pytest.fail)
+    (status,) = written(serving)
+    assert (status.rank, status.tokens, status.hit_rate) == (RankId(dp=1, pp=2, tp=3), 2, 0.5)
+
+
+def test_a_rank_that_cannot_make_its_status_says_so_and_serves_on(monkeypatch, caplog):
+    serving = Serving()
+    reason = Short()
+    reason.error = MemoryError("no room")
+    monkeypatch.setattr(serving.hooks, "_status", reason)
+    assert written(serving) == [None]
+    assert written(serving) == [None], "also while it is not tried again"
+    assert "the status failed: MemoryError: no room" in caplog.text
+
+
+def test_a_status_that_cannot_be_written_ends_no_server(monkeypatch, caplog):
+    write = Short()
+    write.error = OSError(28, "No space left on device")
+    monkeypatch.setattr(rank_files, "write", write)
+    assert written(Serving()) == []
+    assert "writing the status failed: OSError" in caplog.text
 
 
 def minutes_logged(serving: Serving, caplog) -> list[str]:

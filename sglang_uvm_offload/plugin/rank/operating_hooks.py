@@ -17,6 +17,7 @@ from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
 from sglang_uvm_offload.plugin.operate import rank_files
 from sglang_uvm_offload.plugin.operate.actions import END, KEY, Action, fewest_tokens, perform, refusal
+from sglang_uvm_offload.plugin.rank import fresh_lines
 from sglang_uvm_offload.plugin.rank.buffers import stream_status
 from sglang_uvm_offload.plugin.rank.chores import Chores
 from sglang_uvm_offload.plugin.rank.host_memory import make_room
@@ -45,6 +46,7 @@ class OperatingHooks:
         self.rank = rank
         self.metrics: Metrics | None = None
         self.chores = Chores()
+        fresh_lines.install()
 
     def after_scheduler_init(self, result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self.rank.scheduler = scheduler
