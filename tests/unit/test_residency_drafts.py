@@ -154,3 +154,9 @@ def test_all_of_them_are_resident(number, caplog):
     warm_up(rank, draft)
     assert draft.resident() == [*range(E)]
     assert rank.status()["draft_hit_rate"] is None
+
+
+def test_a_status_that_waits_for_nothing_counts_drafts_too():
+    rank, draft = serving()
+    draft.step([[0, 7]])
+    assert rank_status(rank.manager, wait=False).draft_hit_rate == 0.5
