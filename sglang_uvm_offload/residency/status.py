@@ -1,4 +1,4 @@
-"""The status of one rank: one typed record, which a rank fills, and which ``/server_info``, the report and the benchmarks read.
+"""The status of one rank: one typed record, which the rank fills, and which HTTP clients, the report and the benchmarks read.
 
 Fields carry the bounds for data from outside; ``check`` validates across fields. Units are bytes and seconds.
 """
@@ -39,18 +39,18 @@ class LayerStatus(Struct, frozen=True):
     shared_experts: Experts
     expert_bytes: Count
     resident_bytes: Count
-    """VRAM of what can be offloaded, in whole blocks."""
+    """VRAM of the experts that can be offloaded, in whole blocks."""
     routed: Count
     routed_resident: Count
-    """Routed tokens, and those on residents or slots, whether steps read in place or stream. An expert that is in VRAM in part
-    serves that part of each token."""
+    """Routed tokens, and those on residents or slots, in steps that read in place and in steps that stream. An expert that is
+    partly in VRAM serves that part of each token."""
     activations: Count
     activations_resident: Count
     zero_copy_bytes: Count
     streamed_bytes: Count
     expert_ids: Annotated[list[Experts], Meta(max_length=MAX_EXPERTS)] = []
-    """The checkpoint's ids of the routed experts, in the order of their places, with one entry for each replica; empty where
-    they are ``first_expert`` and those after it."""
+    """The checkpoint's ids of the routed experts, in the order of their places, replicas included; empty if they are
+    consecutive from ``first_expert`` on."""
 
     @property
     def ids(self) -> list[int]:
@@ -59,7 +59,7 @@ class LayerStatus(Struct, frozen=True):
 
 
 class TraceStatus(Struct, frozen=True):
-    """What the trace has recorded so far; it is saved at ``path``."""
+    """What the trace, which is saved at ``path``, has recorded so far."""
 
     path: str
     tokens: Count
@@ -74,16 +74,16 @@ class TraceStatus(Struct, frozen=True):
 
 
 class SaveStatus(Struct, frozen=True):
-    """What a rank saves to a file while it serves."""
+    """A file that a rank saves while it serves."""
 
     what: str
-    """``profile`` or ``trace``."""
+    """``profile``, ``trace`` or ``statistics``."""
     under_way: bool
     saved_at: Seconds | None
-    """When it was last saved, in seconds since 1970; None before the first time."""
+    """The time of the last save, in seconds since 1970; None before the first."""
     failures: Count
     error: str | None
-    """Why the last save failed, None if it did not."""
+    """Why the last save failed; None if it succeeded."""
 
 
 class StreamStatus(Struct, frozen=True):
@@ -91,51 +91,52 @@ class StreamStatus(Struct, frozen=True):
 
     buffers: Count
     nbytes: Count
-    """VRAM of all together."""
+    """VRAM of all buffers."""
     min_tokens: Count
     """Steps of this many tokens or more stream."""
     fault: str | None
-    """Why they no longer do, None while they do."""
+    """Why streaming stopped; None while it works."""
 
 
 class SlotStatus(Struct, frozen=True):
-    """A rank's slots. Activations count experts that are offloaded, in whole or in part."""
+    """A rank's slots. The counts are activations of experts that are offloaded, fully or partly."""
 
     a_layer: Count
+    """Slots of the layer that has the most."""
     nbytes: Count
-    """VRAM of all."""
+    """VRAM of all slots."""
     missing: str | None
-    """A layer that can use no slots, and why; None where all can."""
+    """A layer that cannot use slots, and why; None if every layer can."""
     hits: Count
-    """Activations that a slot served."""
+    """Activations served by a slot that held the expert already."""
     fills: Count
-    """Activations that were copied into a slot, and served from it."""
+    """Activations whose expert was copied into a slot and served from it."""
     bypasses: Count
-    """Activations that were read in place."""
+    """Activations whose expert was read in place."""
     filled_bytes: Count
-    """Bytes of offloaded experts that fills brought over the link."""
+    """Bytes of offloaded experts that fills copied over the link."""
     brought: Count
-    """Experts that came into slots ahead of steps that stream."""
+    """Experts that were copied into slots before a step that streams computed them."""
 
 
 class LookaheadStatus(Struct, frozen=True):
-    """What came ahead of layers that slots look ahead for, in decode steps so far. In experts."""
+    """What slots gained by looking ahead in decode steps so far, in experts of the layers that they look ahead for."""
 
     misses: Count
-    """What no slot held."""
+    """Activated experts that no slot held."""
     brought: Count
-    """What came ahead, at least in part."""
+    """Experts that were copied before their layer, at least in part."""
     right: Count
-    """What came ahead and was missed, so that its bytes did not have to be awaited."""
+    """Those of ``misses`` that were copied before their layer, so that the layer did not wait for their bytes."""
 
     @property
     def recall(self) -> float:
-        """The share of misses that came ahead."""
+        """The share of misses that were copied ahead."""
         return self.right / self.misses if self.misses else 0.0
 
     @property
     def precision(self) -> float:
-        """The share of what came ahead that was missed."""
+        """The share of the experts copied ahead that their layer used."""
         return self.right / self.brought if self.brought else 0.0
 
     def __str__(self) -> str:
@@ -158,12 +159,12 @@ class RankId(Struct, frozen=True):
 
 
 class PhaseTime(Struct, frozen=True):
-    """One phase of a rank's start; what a phase within it takes counts there alone."""
+    """One phase of a rank's start, without the time of the phases within it."""
 
     name: str
     seconds: Seconds
     nbytes: Count = 0
-    """0 where a phase is not about bytes."""
+    """Bytes that the phase read, placed or converted; 0 for other phases."""
 
     def __str__(self) -> str:
         took = f"{self.name} {self.seconds:.1f} s"
@@ -175,12 +176,12 @@ class PhaseTime(Struct, frozen=True):
 
 
 def described(phases: Sequence[PhaseTime]) -> str:
-    """One line: how long a start took, and each of its phases."""
+    """The time of a start and of each of its phases, in one line."""
     return f"{sum(phase.seconds for phase in phases):.1f} s: {', '.join(map(str, phases))}"
 
 
 class RankStatus(Struct, frozen=True):
-    """The experts of one rank, and where its steps were served from since the model was loaded."""
+    """Where the experts of one rank are, and where its steps have read them since the model was loaded."""
 
     backend: str
     num_layers: Count
@@ -192,7 +193,7 @@ class RankStatus(Struct, frozen=True):
     offloaded_experts: Count
     """Those without a byte in VRAM."""
     resident_bytes: Count
-    """VRAM, in whole blocks."""
+    """VRAM of residents, in whole blocks."""
     offloaded_bytes: Count
     plain_bytes: Count
     """Expert tensors in ordinary VRAM."""
@@ -201,18 +202,18 @@ class RankStatus(Struct, frozen=True):
     """VRAM of the experts of draft models."""
     layers: Annotated[list[LayerStatus], Meta(max_length=MAX_LAYERS)]
     resident_ids: Annotated[list[Ids], Meta(max_length=MAX_LAYERS)]
-    """The checkpoint's ids of the experts of each of ``layers`` that are wholly in VRAM; an expert with replicas may be there
+    """For each of ``layers``, the checkpoint's ids of the experts that are wholly in VRAM; an expert with replicas may occur
     more than once."""
     partly_resident_ids: Annotated[list[Ids], Meta(max_length=MAX_LAYERS)]
-    """Those that are in VRAM in part: a block holds several experts."""
+    """The same for experts that are partly in VRAM: a block holds parts of several experts."""
     tokens: Count
     warmup_done: bool
     adapt: str
     routed: Count
     hit_rate: Share | None
-    """The share of ``routed`` tokens on residents or slots, None before the first."""
+    """The share of ``routed`` tokens on residents or slots; None before the first token."""
     byte_hit_rate: Share | None
-    """The share of the bytes of the experts that steps read in place, each once a step, that were in VRAM."""
+    """The share of expert bytes read in place, each counted once a step, that were in VRAM; None before the first step."""
     zero_copy_bytes: Count
     """Bytes of offloaded experts that steps read in place, each expert once a step."""
     streamed_bytes: Count
@@ -224,19 +225,19 @@ class RankStatus(Struct, frozen=True):
     moving: bool
     """Whether a move is under way."""
     fault: str | None
-    """Why moving experts stopped, None while it works."""
+    """Why experts no longer move; None while they do."""
     history: Past
     curve: Curve | None
     slots: SlotStatus | None = None
     """None without slots."""
     lookahead: LookaheadStatus | None = None
-    """None where slots do not look ahead."""
+    """None if slots do not look ahead."""
     profile: ProfileVerdict | None = None
     trace: TraceStatus | None = None
     streaming: StreamStatus | None = None
-    """None where no step streams."""
+    """None if no step streams."""
     paused: bool = False
-    """Whether an operator has residents stay where they are."""
+    """Whether an operator has paused changes of residents."""
     saves: Annotated[list[SaveStatus], Listed] = []
     rank: RankId = RankId()
     chosen_from_tokens: Count | None = None
@@ -260,13 +261,13 @@ class RankStatus(Struct, frozen=True):
     draft_zero_copy_bytes: Count = 0
     """As ``zero_copy_bytes``."""
     link: LinkStatus | None = None
-    """None where nothing was measured."""
+    """None if the link was not measured."""
     hit_rate_before: Share | None = None
     hit_rate_since: Share | None = None
-    """``hit_rate`` until residents were last chosen all at once, by a warm-up or an operator, and since then; None where there
-    were no tokens, and both before the first choice."""
+    """``hit_rate`` before residents were last chosen all at once (by a warm-up or an operator), and since then. Both are None
+    before the first choice, and either is where it has no tokens."""
     start: Annotated[list[PhaseTime], Listed] = []
-    """What the start of this rank took; empty until it serves."""
+    """The phases of this rank's start; empty until it serves."""
     lookup_table_bytes: Count = 0
     """Host RAM of lookup tables that kernels read in place."""
     plugin_version: str = ""
@@ -385,7 +386,8 @@ def rank_status(manager: OffloadManager, wait: bool = True) -> RankStatus:
 
 
 def _around_choice(now: tuple[int, float], at: tuple[int, float] | None) -> tuple[float | None, float | None]:
-    """The hit rate until residents were chosen, and since; ``(routed, of them resident)`` now and then."""
+    """The hit rates before and since residents were chosen. Takes ``(routed tokens, those on residents or slots)`` now and at
+    the choice."""
     if at is None:
         return None, None
     parts = (at, (now[0] - at[0], now[1] - at[1]))
@@ -422,7 +424,7 @@ _TOTALS = ("routed", "routed_resident", "activations", "activations_resident", "
 
 
 def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) -> LayerStatus:
-    """``taken``: VRAM of what can be offloaded."""
+    """``taken``: VRAM of the layer's experts that can be offloaded, bytes."""
     shared = int(layer.always_resident.sum())
     return LayerStatus(
         layer=layer.layer_id,
@@ -437,7 +439,7 @@ def _layer_status(layer: ExpertLayer, ledger: Ledger, index: int, taken: int) ->
 
 
 def residency_table(status: RankStatus, memory: MemoryInfo, kv_tokens: int) -> str:
-    """The start-up table of one rank, from its status."""
+    """The table that a rank logs when it starts. ``kv_tokens``: tokens that the KV cache holds."""
     layers, experts = status.num_layers, status.num_experts
     rows = [
         ("", "experts", "bytes"),

@@ -1,1 +1,1 @@
-"""What an operator sees and does while a server runs: HTTP routes, actions, metrics, and the last save."""
+"""What an operator sees and does while a server runs: HTTP routes, actions, metrics and the final save."""

@@ -35,12 +35,12 @@ class Action(str, enum.Enum):
         return self.value
 
     def message(self) -> dict[str, int]:
-        """The form in which SGLang carries it: numbers only."""
+        """The action as ``SetInternalStateReq.server_args``, which hold numbers only."""
         return {KEY: list(Action).index(self)}
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Action | None:
-        """The action of a message that ``message`` made, None for any other."""
+        """The inverse of ``message``; None for any other message."""
         number = message.get(KEY)
         actions = dict(enumerate(cls))
         return actions.get(number) if len(message) == 1 and type(number) is int else None
@@ -100,7 +100,7 @@ def _choice(tokens_before: int, rank: RankStatus) -> str:
 
 
 def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) -> None:
-    """Call this on every rank, between the same two steps."""
+    """Perform the action. Call this on every rank, between the same two steps."""
     match action:
         case Action.READVISE:
             manager.readvise()

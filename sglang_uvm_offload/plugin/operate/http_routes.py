@@ -109,7 +109,7 @@ async def post_action(request: Request) -> Response:
 
 
 def _served() -> tuple[Any, Settings]:
-    """This process's tokenizer manager and the config."""
+    """The tokenizer manager of this process, and the config of the launch. Raises ``Refused`` if experts are not offloaded."""
     manager = sys.modules[SERVER].get_global_state().tokenizer_manager
     config = config_of(manager.server_args)
     if config is None:
@@ -144,7 +144,7 @@ async def _delivered(manager: Any, message: dict[str, int]) -> None:
 
 
 async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:
-    """The status once the saves end, or after ``SAVE_SECONDS``. Raises ``Refused`` if a save failed."""
+    """The status when all saves have ended, or after ``SAVE_SECONDS``. Raises ``Refused`` if a save failed."""
     end = time.monotonic() + SAVE_SECONDS
     while any(save.under_way for rank in status.ranks for save in rank.saves) and time.monotonic() < end:
         await asyncio.sleep(0.1)
@@ -168,7 +168,7 @@ async def _body(request: Request) -> bytes:
 
 
 def action_in(body: bytes) -> Action:
-    """The action of a request's body. Raises ``Refused``."""
+    """The action that the body of a request names. Raises ``Refused``."""
     try:
         return msgspec.json.decode(body, type=_Command).action
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

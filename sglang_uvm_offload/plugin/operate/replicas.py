@@ -1,5 +1,5 @@
-"""Hook on SGLang's data-parallel controller, of whose schedulers' reports only some words reach ``/server_info``. Before 0.5.23
-it keeps none of them."""
+"""Hook on SGLang's data-parallel controller, which passes only part of its schedulers' reports on to ``/server_info``. Before
+0.5.23 it keeps none of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
 
 
 def after_init_info(result: dict[str, Any], controller: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What the ranks have decided too. Replicas may differ, as each decides for itself: then all their values."""
+    """Adds what the ranks have decided. Each replica decides for itself; where they differ, the value lists all."""
     found: dict[str, set[str]] = {}
     for info in controller._scheduler_init_infos:
         for name, value in info.items():

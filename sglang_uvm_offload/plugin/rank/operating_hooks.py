@@ -96,12 +96,12 @@ class OperatingHooks:
         logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
 
     def after_init_info(self, result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """``/server_info`` shows what was decided in place of the flags'."""
+        """``/server_info`` shows the decided numbers in place of those of the flags."""
         decided, names = self.rank.manager.placement.config, ("num_resident", "slots", "resident_selection")
         return result | {f"{PREFIX}{name}": str(getattr(decided, name)) for name in names}
 
     def after_internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
-        """Without the status if it cannot be made: a request must not end the server."""
+        """Adds the status to ``/server_info``, or leaves it out if making it fails: a request must not end the server."""
 
         result.internal_state[f"{PREFIX}resident_selection"] = self.rank.config.resident_selection
 
