@@ -108,7 +108,7 @@ class Life:
         while time.monotonic() < until and self.server.process.poll() is None:
             self.samples.append(sample(self.server.process.pid))
             with contextlib.suppress(*BROKEN), self.server.open("/expert_offload", seconds=STATUS_SECONDS) as response:
-                (self.status,) = json.loads(response.read())["ranks"]
+                self.status = json.loads(response.read())["ranks"][0]
             time.sleep(min(SAMPLE_SECONDS, max(0.0, until - time.monotonic())))
         (self.asked_to_end if self.server.process.poll() is None else self.died).set()
 

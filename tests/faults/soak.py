@@ -116,11 +116,12 @@ class Soak:
 
 
 def tell(life: Life, action: str) -> None:
-    """A save that failed is answered so; ``Life.found`` says whether a fault explains it."""
+    """A save that failed is answered so; ``Life.found`` says whether a fault explains it. Residents are not chosen again where
+    there were too few tokens since the last choice."""
     try:
         life.server.post("/expert_offload", {"action": action})
     except urllib.error.HTTPError as error:
-        if (action, error.code) != ("save", 500):
+        if (action, error.code) not in (("save", 500), ("readvise", 409)):
             raise
 
 

@@ -94,9 +94,10 @@ def test_a_request_may_only_fail_where_its_server_ends(ends, failed, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("action", "code", "failed"), [("save", 500, 0), ("save", 503, 1), ("pause", 500, 1), ("readvise", 409, 1)]
+    ("action", "code", "failed"),
+    [("save", 500, 0), ("save", 503, 1), ("pause", 500, 1), ("readvise", 409, 0), ("pause", 409, 1)],
 )
-def test_a_save_that_failed_may_be_answered_so(action, code, failed, monkeypatch):
+def test_a_save_may_fail_and_a_choice_of_residents_may_want_for_tokens(action, code, failed, monkeypatch):
     soaked, life = begun(monkeypatch)
 
     def refuse(path: str, body: object) -> None:
