@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _watch(args.source, look)
     except KeyboardInterrupt:
+        if sys.stdout.isatty():  # which shows ^C
+            say("")
         return 0
 
 

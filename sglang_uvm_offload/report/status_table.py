@@ -11,10 +11,12 @@ from msgspec.structs import asdict
 from sglang_uvm_offload.residency.status import OffloadStatus, RankId, RankStatus
 from sglang_uvm_offload.units import size
 
-_TITLES = (
-    ("", "residents", "", "hit", "over the", "link", "", "host RAM"),
-    ("rank", "experts", "GiB", "rate", "MiB/step", "GB/s", "promotions", "GiB free"),
-)
+_TITLES = ("rank", "experts", "GiB", "rate", "MiB/step", "GB/s", "promotions", "GiB free")
+_ABOVE = (("", 1), ("residents", 2), ("hit", 1), ("over the link", 2), ("", 1), ("host RAM", 1))
+"""Titles above the titles, each with the columns that it spans."""
+_GAP = "  "
+_LEAST_WIDTH = 7
+"""Of a column of numbers: narrower ones would jump from one table to the next."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,8 @@ def status_table(source: str, look: Look, before: Look | None) -> list[str]:
     start. 79 columns but for long names, messages and numbers."""
     ranks, growths = look.status.ranks, _growths(look, before)
     names = _names([rank.rank for rank in ranks])
-    rows = [*_TITLES, *(_row(name, rank, growths[rank.rank]) for name, rank in zip(names, ranks, strict=True))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES[0]))]
-    table = [
-        "  ".join(f"{cell:{'<' if column == 0 else '>'}{widths[column]}}" for column, cell in enumerate(row)).rstrip()
-        for row in rows
-    ]
+    rows = [_TITLES, *(_row(name, rank, growths[rank.rank]) for name, rank in zip(names, ranks, strict=True))]
+    table = _aligned(rows)
     return [f"{source}  {look.clock}", _summary(list(growths.values()), before), "", *table, *_notes(look.status, names)]
 
 
@@ -91,6 +89,19 @@ def status_line(look: Look, before: Look | None) -> str:
         f"{_free(ranks)} GiB of host RAM free",
     ]
     return f"{look.clock} " + "; ".join([*parts, *_notes(look.status, _names([rank.rank for rank in ranks]))])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of ``rows``, the first of which has the titles, below those that span columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[1:] = [max(_LEAST_WIDTH, width) for width in widths[1:]]
+    spans, column = [], 0
+    for title, columns in _ABOVE:
+        width = sum(widths[column : column + columns]) + len(_GAP) * (columns - 1)
+        spans.append(f"{title:>{width}}")
+        column += columns
+    lines = [[f"{row[0]:<{widths[0]}}", *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return [_GAP.join(line).rstrip() for line in (spans, *lines)]
 
 
 def _growths(look: Look, before: Look | None) -> dict[RankId, _Growth]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 from typing import Any
 
@@ -11,6 +12,7 @@ from checkpoints import Checkpoints
 from serving import Engines
 
 from scripts.harness.server import Server
+from sglang_uvm_offload.cli.main import main
 
 EXPERTS, LAYERS = 16, 3
 PROMPT = {"text": "the quick brown fox", "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
@@ -22,6 +24,9 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["dp0 pp0 tp0 ep0", "dp1 pp0 tp1 ep0"],
     ),
 }
+
+
+ROWS = {"TP 2": ["tp0", "tp1"], "PP 2": ["pp0", "pp1"], "DP attention 2": ["dp0 tp0", "dp1 tp1"]}
 
 
 def named(rank: dict[str, Any]) -> str:
@@ -36,7 +41,7 @@ def refused(server: Server, action: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("mode", [m if m == "TP 2" else pytest.param(m, marks=pytest.mark.nightly) for m in MODES])
 def test_every_rank_answers_and_residents_are_chosen_from_enough_tokens_only(
-    mode: str, checkpoints: Checkpoints, engines: Engines
+    mode: str, checkpoints: Checkpoints, engines: Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, names = MODES[mode]
     checkpoint = checkpoints("qwen3_moe", dtype="float32")
@@ -46,12 +51,15 @@ def test_every_rank_answers_and_residents_are_chosen_from_enough_tokens_only(
         server.post("/generate", PROMPT)
         while_busy = [server.get("/expert_offload") for _ in range(5)]
         chosen = server.post("/expert_offload", {"action": "readvise"})
+        assert main(["status", server.url]) == 0
+    table = capsys.readouterr().out.splitlines()
     for status in (first, *while_busy, chosen):
         assert [named(rank) for rank in status["ranks"]] == names
         assert status["left_out"] == 0
     layers = [[layer["layer"] for layer in rank["layers"]] for rank in first["ranks"]]
     assert sorted({layer for own in layers for layer in own}) == list(range(LAYERS))
     assert (len({tuple(own) for own in layers}) == 1) == (mode != "PP 2")
+    assert [line.split("  ")[0] for line in table if re.match("(dp|pp|tp)\\d", line)] == ROWS[mode]
     assert code == 409
     assert "tokens since residents were last chosen: " in reason
     assert all(rank["chosen_from_tokens"] is None for rank in first["ranks"])

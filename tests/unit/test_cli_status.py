@@ -97,6 +97,24 @@ def test_one_look_has_a_row_for_each_rank_that_fits_a_terminal(server, capsys):
     assert [float(row[5]) for row in rows] == [pytest.approx(3 * 64 / 1024, abs=0.05)] * 2
 
 
+def test_the_table_of_a_large_server_fits_a_terminal(server, capsys):
+    serving = Serving()
+    serving.changes = {
+        "resident_experts": 16384,
+        "num_experts": 16384,
+        "resident_bytes": 9999 << 30,
+        "host_free_bytes": 9999 << 30,
+    }
+    server["answers"] = [serving.answer()]
+    assert main(["status", server["url"]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 79
+    (titles,) = (index for index, line in enumerate(lines) if line.startswith("rank"))
+    above, below = lines[titles - 1 : titles + 1]
+    for title, under in (("residents", "GiB"), ("hit", "rate"), ("over the link", "GB/s"), ("host RAM", "GiB free")):
+        assert above.index(title) + len(title) == below.index(under) + len(under), "they end alike"
+
+
 def test_json_is_the_answer_itself(server, capsys):
     server["answers"] = [Serving().answer()]
     assert main(["status", server["url"], "--json"]) == 0
@@ -213,3 +231,4 @@ def test_a_watch_in_a_terminal_draws_the_table_in_place(server, capsys, monkeypa
     frames = capsys.readouterr().out.split("\x1b[J")
     assert len(frames) == 3
     assert all("promotions" in frame and "tp1" in frame for frame in frames)
+    assert frames[-1].endswith("\n\n"), "what follows does not stand behind ^C"
