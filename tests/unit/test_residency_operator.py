@@ -73,6 +73,16 @@ def test_residents_stay_where_too_few_tokens_would_rank_them(caplog):
     assert (rank.status()["chosen_from_tokens"], rank.status()["tokens_since_choice"]) == (3, 0)
 
 
+def test_no_progress_bar_is_drawn_while_the_server_serves(capsys):
+    """SGLang's log lines would land in it."""
+    rank = warm()
+    rank.manager.mover.progress = lambda: True
+    rank.step([[0, 1, 2]])
+    rank.manager.readvise()
+    assert rank.manager.ledger.moves > 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_replica_without_traffic_yet_still_warms_up():
     rank = Rank(config(warmup_tokens=4))
     rank.manager.readvise()
