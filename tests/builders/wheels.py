@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.harness.patience import patience
@@ -20,10 +21,11 @@ def tracked() -> list[str]:
     return [name for name in listed if (ROOT / name).is_file()]
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel in ``folder`` from a copy of what is tracked: what else lies in the checkout must not be needed."""
+def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
+    """Build the wheel in ``folder`` from a copy of the files ``names``, by default of what is tracked: what else lies in the
+    checkout must not be needed."""
     source = folder / "source"
-    for name in tracked():
+    for name in tracked() if names is None else names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
