@@ -167,7 +167,7 @@ OPTIONS = {
         choice("on", "off"),
         "on",
         "off: SGLang's Triton MoE kernels load weights without TMA, for a GPU on which such a load of an expert that moves "
-        "ends the server (docs/operations.md).",
+        "ends the server (docs/troubleshooting.md).",
     ),
 }
 

@@ -36,6 +36,8 @@ class Mover:
         self.executor = executor or ThisThread()
         self.failure: str | None = None
         """Why a move failed, which ends all moves; None while moves work."""
+        self.skipped_moves = 0
+        """Moves that host RAM had no room for, and times that experts could not leave VRAM for ``sleep``."""
         self._stopped: str | None = None
         """Why residents stay where they are although moves work."""
         self._moving: Future[None] | None = None
@@ -114,13 +116,20 @@ class Mover:
             for layer, after in order:
                 # Other ranks use host RAM at the same time, so check before each layer.
                 name = f"the experts of MoE layer {layer.layer_id}"
-                check_host_ram(self.memory, "demote", name, layer.host_bytes_to_demote(after))
+                self._check_host_ram(name, layer.host_bytes_to_demote(after))
                 moved += layer.demote(after) + layer.promote(after)
                 bar.update()
         except ManagedMemoryError as failure:
             self._fail(failure, [layer for layer, _ in pairs])
         bar.close()
         return moved
+
+    def _check_host_ram(self, name: str, needed: int) -> None:
+        try:
+            check_host_ram(self.memory, "demote", name, needed)
+        except ManagedMemoryError:
+            self.skipped_moves += 1
+            raise
 
     def _check_vram(self, pairs: Sequence[LayerExtents]) -> None:
         """Raise ``ManagedMemoryError`` if promotions exceed demotions by more than the free VRAM, because the driver would
@@ -162,7 +171,7 @@ class Mover:
         pools = _pools(layers)
         needed = sum(layer.host_bytes_to_demote(none) for layer, none in nothing) + sum(pool.slot_bytes for pool in pools)
         try:
-            check_host_ram(self.memory, "demote", "the experts", needed)
+            self._check_host_ram("the experts", needed)
             moved = self.move(nothing, show=False)
             if self.failure is not None:  # other ranks use host RAM at the same time, so a move may fail midway
                 raise ManagedMemoryError("demote", "the experts", Span(0, needed), self.failure)

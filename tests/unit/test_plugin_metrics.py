@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from builders import links
 from builders.managers import LAYERS, Rank, config
 from prometheus_client import CollectorRegistry
 
 from sglang_uvm_offload.memory.layout import PAGE_BYTES
+from sglang_uvm_offload.plugin.operate import metrics as metrics_module
 from sglang_uvm_offload.plugin.operate.metrics import Metrics
 
 pytestmark = pytest.mark.sglang
@@ -62,10 +65,67 @@ def test_a_measured_link_is_shown_in_bytes_a_second_and_another_is_not(served):
     rank, metrics = served
     metrics.publish()
     assert sample("link_bytes_per_second", by="scattered") is None
-    rank.manager.link = links.status(scattered=35.0, engine=52.0)
+    assert sample("link_expected_bytes_per_second") is None
+    rank.manager.link = links.status(expected=51.7, scattered=35.0, engine=52.0)
     metrics.publish()
+    assert sample("link_expected_bytes_per_second") == 51.7e9
     shown = {by: sample("link_bytes_per_second", by=by) for by in ("sequential", "scattered", "copied", "engine")}
     assert shown == {"sequential": 51e9, "scattered": 35e9, "copied": 50e9, "engine": 52e9}
+
+
+def test_what_a_link_should_reach_is_not_shown_where_it_is_unknown(served):
+    rank, metrics = served
+    rank.manager.link = links.status(expected=0.0)
+    metrics.publish()
+    assert sample("link_bytes_per_second", by="scattered") == 50e9
+    assert sample("link_expected_bytes_per_second") is None
+
+
+def test_a_move_that_host_ram_has_no_room_for_is_counted(served):
+    rank, metrics = served
+    metrics.publish()
+    assert sample("skipped_moves_total") == 0
+    short = replace(rank.manager.memory.info(), host_available=0)
+    rank.manager.memory.info = lambda: short
+    rank.step([[7, 6, 5]])
+    rank.manager.residents.after_warmup(rank.manager.tokens)
+    for _ in range(2):
+        metrics.publish()
+    assert (sample("skipped_moves_total"), sample("moves_total"), sample("fault", of="moving")) == (1, 0, 1)
+
+
+def test_a_move_that_vram_has_no_room_for_is_none_of_them(served):
+    rank, metrics = served
+    short = replace(rank.manager.memory.info(), device_free=0)
+    rank.manager.memory.info = lambda: short
+    (layer, *_) = rank.model.layers
+    rank.manager.mover.move([(layer, np.ones_like(layer.resident_extents()))], show=False)
+    metrics.publish()
+    assert (sample("skipped_moves_total"), sample("fault", of="moving")) == (0, 1)
+
+
+def test_experts_that_cannot_leave_vram_for_a_sleep_are_counted(served):
+    rank, metrics = served
+    short = replace(rank.manager.memory.info(), host_available=0)
+    rank.manager.memory.info = lambda: short
+    rank.manager.sleep()
+    metrics.publish()
+    assert sample("skipped_moves_total") == 1
+
+
+def test_free_host_ram_is_shown_while_no_step_runs_too(served, monkeypatch):
+    _, metrics = served
+    metrics.host_free = lambda: 5 << 30
+    metrics.publish()
+    assert sample("host_free_bytes") == 5 << 30
+    metrics.host_free = lambda: 1 << 20
+    metrics.publish_when_idle()
+    assert sample("host_free_bytes") == 5 << 30, "published before its time"
+    monkeypatch.setattr(metrics_module, "PERIOD_SECONDS", 0.0)
+    metrics.publish()
+    metrics.host_free = lambda: 2 << 20
+    metrics.publish_when_idle()
+    assert sample("host_free_bytes") == 2 << 20
 
 
 def test_moves_are_counted_and_the_vram_that_they_leave_is_shown(served):

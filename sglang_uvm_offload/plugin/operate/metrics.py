@@ -1,4 +1,5 @@
-"""Prometheus metrics, on ``/metrics`` with SGLang's own, per group of layers rather than per expert."""
+"""Prometheus metrics, on ``/metrics`` beside SGLang's own. Layers share a few groups, because a series per expert would be too
+many."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from sglang_uvm_offload.files.autosave import Saver
+from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.residency.manager import OffloadManager
 
 PREFIX = "sglang:expert_offload_"
@@ -18,7 +20,7 @@ GROUPS = 4
 
 
 class Metrics:
-    """Publishes one rank's metrics. A registry holds one of them."""
+    """Publishes the metrics of one rank. A registry holds those of one rank only."""
 
     def __init__(
         self,
@@ -27,11 +29,13 @@ class Metrics:
         faults: Callable[[], Mapping[str, bool]],
         savers: Sequence[Saver],
         registry: CollectorRegistry = REGISTRY,
+        host_free: Callable[[], int] = host_available,
     ):
-        """``faults``: for each background task of this rank, whether a fault has ended it. ``savers`` may grow."""
+        """``labels`` identify the rank; every metric carries them. ``faults``: for each background task of this rank, whether a
+        fault has ended it. ``savers`` may grow. ``host_free``: bytes of host RAM that are free now."""
         self.manager = manager
         self.labels = dict(labels)
-        self.faults, self.savers = faults, savers
+        self.faults, self.savers, self.host_free = faults, savers, host_free
         layered = [*labels, "layers"]
 
         def gauge(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Gauge:
@@ -40,21 +44,27 @@ class Metrics:
         def counter(name: str, meaning: str, names: Sequence[str] = tuple(labels)) -> Counter:
             return Counter(PREFIX + name, meaning, names, registry=registry)
 
-        self.resident = gauge("resident_experts", "Experts wholly in VRAM.", layered)
+        self.resident = gauge("resident_experts", "Experts that are wholly in VRAM.", layered)
         self.resident_bytes = gauge("resident_bytes", "Bytes of experts in VRAM.")
         self.reclaimable_bytes = gauge(
             "reclaimable_bytes",
-            "Bytes of VRAM, at most, that the driver keeps for experts that left it, until something needs it.",
+            "Upper bound on the VRAM that the driver keeps for demoted experts until something needs it.",
         )
-        self.offloaded_bytes = gauge("offloaded_bytes", "Bytes of experts in host memory.")
-        self.hit_rate = gauge("hit_rate", "Share of routed tokens on resident experts or slots since the last report.", layered)
+        self.offloaded_bytes = gauge("offloaded_bytes", "Bytes of experts in host RAM.")
+        self.host_free_bytes = gauge(
+            "host_free_bytes", "Bytes of host RAM that this rank may still take, within the limit of its cgroup."
+        )
+        self.hit_rate = gauge(
+            "hit_rate", "Share of routed tokens that residents or slots served since the last report.", layered
+        )
         self.byte_hit_rate = gauge(
             "byte_hit_rate",
-            "Share of expert bytes read in place, counted once per step, that came from VRAM since the last report.",
+            "Share of the expert bytes that steps read in place since the last report, each expert once a step, that were in "
+            "VRAM.",
             layered,
         )
         self.zero_copy = counter(
-            "zero_copy_bytes", "Bytes of offloaded experts read in place over PCIe (lower bound).", layered
+            "zero_copy_bytes", "Bytes of offloaded experts that steps read in place over PCIe (lower bound).", layered
         )
         self.streamed = counter(
             "streamed_bytes", "Bytes of offloaded experts copied over PCIe into VRAM for steps with many tokens.", layered
@@ -66,39 +76,51 @@ class Metrics:
             "place (bypass).",
             [*layered, "by"],
         )
-        self.moves = counter("moves", "Promotions to VRAM; each moves the blocks that hold the same experts.")
+        self.moves = counter("moves", "Promotions to VRAM, each of neighbouring blocks that hold the same experts.")
         self.moved = counter("moved_bytes", "Bytes promoted and demoted.")
         self.moving = counter("moving_seconds", "Seconds spent moving experts.")
+        self.skipped = counter(
+            "skipped_moves", "Moves skipped because host RAM had no room for the experts that would have left VRAM."
+        )
         self.evicted = gauge("evicted_bytes", "Bytes of resident experts that the driver has evicted, estimated from a sample.")
         self.link = gauge(
             "link_bytes_per_second",
-            "Rates of the link when the model was loaded, while all GPUs used it: reads in place (scattered, sequential), "
-            "copies (copied, engine).",
+            "Rates of the link, measured with all GPUs at once when the model was loaded: reads in place (scattered, "
+            "sequential), copies by a kernel (copied) and by the copy engine (engine).",
             [*labels, "by"],
+        )
+        self.link_expected = gauge(
+            "link_expected_bytes_per_second",
+            "Rate at which such a GPU should read scattered experts in place; absent where it is unknown.",
         )
         self.paused = gauge("paused", "1 while an operator has paused moves.")
         self.fault = gauge(
-            "fault", "1 once a fault has ended moving, streaming or the trace; serving continues.", [*labels, "of"]
+            "fault", "1 once a fault has ended moving, streaming or the trace; the server continues.", [*labels, "of"]
         )
         self.save_failures = counter("save_failures", "Failed saves of the profile or the trace.", [*labels, "of"])
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
         self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(9)]
-        self._last_moves = (0, 0, 0.0)
+        self._last_moves = (0, 0, 0.0, 0)
         self._last_failures: dict[str, int] = {}
         self._next = 0.0
         self._published_steps = 0
 
     def publish_if_due(self) -> None:
-        """``publish`` if the last one is ``PERIOD_SECONDS`` ago. Call this between steps; it never waits for the device."""
+        """``publish`` if ``PERIOD_SECONDS`` have passed since the last time. Call it between steps; it never waits for the
+        device."""
         if time.monotonic() >= self._next:
             self.publish()
 
     def publish_when_idle(self) -> None:
-        """``publish`` until the last step before the idle time is included, so that metrics do not go stale."""
+        """``publish`` until the metrics include the last step. After that, every ``PERIOD_SECONDS``, only what changes without
+        steps, such as free host RAM."""
         if self.manager.ledger.steps < self.manager.steps or self._published_steps < self.manager.steps:
             self.publish()
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + PERIOD_SECONDS
+            self._publish_health()
 
     def publish(self) -> None:
         self._next = time.monotonic() + PERIOD_SECONDS
@@ -123,8 +145,9 @@ class Metrics:
             self.filled.labels(**labels).inc(int(filled[group].sum()))
             for by, activations in zip(("hit", "fill", "bypass"), slots, strict=True):
                 self.slots.labels(**labels, by=by).inc(int(activations[group].sum()))
-        moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds)
-        for counter, new, old in zip((self.moves, self.moved, self.moving), moves, self._last_moves, strict=True):
+        moves = (ledger.moves, ledger.moved_bytes, ledger.moving_seconds, self.manager.mover.skipped_moves)
+        counters = (self.moves, self.moved, self.moving, self.skipped)
+        for counter, new, old in zip(counters, moves, self._last_moves, strict=True):
             counter.labels(**self.labels).inc(new - old)
         self._last_moves = moves
         self._publish_health()
@@ -135,10 +158,13 @@ class Metrics:
         self.resident_bytes.labels(**self.labels).set(sum(layer.resident_bytes for layer in layers))
         self.reclaimable_bytes.labels(**self.labels).set(self.manager.reclaimable_bytes)
         self.offloaded_bytes.labels(**self.labels).set(sum(layer.offloaded_bytes for layer in layers))
+        self.host_free_bytes.labels(**self.labels).set(self.host_free())
         self.paused.labels(**self.labels).set(self.manager.paused)
         if (link := self.manager.link) is not None:
             for by, rate in dataclasses.asdict(link.measured.together).items():
                 self.link.labels(**self.labels, by=by).set(rate * 1e9)
+            if link.expected:
+                self.link_expected.labels(**self.labels).set(link.expected * 1e9)
         if (evicted := self.manager.evictions.evicted_bytes) is not None:
             self.evicted.labels(**self.labels).set(evicted)
         for what, ended in self.faults().items():
