@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
@@ -15,7 +16,9 @@ from sglang_uvm_offload.units import size
 
 PACKAGE = "sglang-uvm-offload"
 PLUGIN = "uvm_offload"
-
+CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+"""SGLang's environment variable that has it use its kernels for CPUs."""
+CPU_GUIDE = "https://docs.sglang.io/docs/hardware-platforms/cpu_server"
 
 OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
 
@@ -69,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return _report(examine_launch(args.launch), "this launch")
     device = args.device or "auto"
     if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if _sees_gpu() else "cpu"
         if device == "cpu":
             say("PyTorch sees no GPU here; checking --device cpu. `doctor --device cuda` shows why.")
     return _report(examine(device), f"with --device {device}")
@@ -96,6 +97,7 @@ def examine(device: str) -> Diagnosis:
         _gpus(found, list(range(len(visible_gpus()))) or [0])
     else:
         found.good("device cpu: unified memory is emulated in host memory; for testing, not for speed")
+        _cpu(found)
     found.good(f"host RAM available to this process: {size(host_available())}")
     return found
 
@@ -114,6 +116,11 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     problems = launch.resolve()
     if gpus := launch.gpus():
         _gpus(found, gpus)
+    elif not _sees_gpu():
+        if launch.cfg.device is None:
+            found.bad("PyTorch sees no GPU here, and SGLang serves on a CPU only with --device cpu")
+        if launch.cfg.device in (None, "cpu"):
+            _cpu(found)
     found.bad(*launch.damage(), *problems)
     if not found.problems:
         for fact in launch.facts():
@@ -135,7 +142,9 @@ def _installation(found: Diagnosis) -> bool:
         found.bad(f"the Python package {library} is not installed, so SGLang's hook points cannot be checked")
         return False
     except ImportError as error:
-        found.bad(*(hook_points.problems() or [f"cannot hook this SGLang: {error}"]))
+        found.bad(*(hook_points.problems() or [f"cannot hook this SGLang: {' '.join(str(error).split())}"]))
+        if _uses_cpu_engine():
+            found.bad(f"{CPU_ENGINE}=1 needs SGLang's kernels built for CPUs ({CPU_GUIDE}); those installed are not")
         return False
 
     if problems := hook_problems():
@@ -177,6 +186,29 @@ def _plugin(found: Diagnosis) -> None:
         found.bad(f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']} keeps SGLang from loading {PLUGIN}; add it there")
     else:
         found.good(f"SGLang sees the plugin {PLUGIN}")
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _uses_cpu_engine() -> bool:
+    return os.environ.get(CPU_ENGINE) == "1"
+
+
+def _cpu(found: Diagnosis) -> None:
+    """Check what SGLang itself needs to serve on a machine without a GPU."""
+    if _uses_cpu_engine() or _sees_gpu():
+        return
+    if importlib.util.find_spec("vllm") is None:
+        found.bad(
+            "SGLang imports its rotary embedding for this CPU from vllm, which is not installed. It needs vllm, or its own "
+            f"kernels built for CPUs with {CPU_ENGINE}=1 ({CPU_GUIDE}). The plugin's scripts/quickstart.sh needs neither"
+        )
+    else:
+        found.good("vllm is installed, from which SGLang imports its rotary embedding for this CPU")
 
 
 def _gpus(found: Diagnosis, gpus: list[int]) -> None:

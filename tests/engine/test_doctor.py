@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,13 @@ from launches import BLACKWELL
 from nursery import Ended, Nurseries, Nursery
 
 from scripts.harness.patience import patience
-from scripts.harness.server import environment
+from scripts.harness.server import SHIMS, environment
 
 
-def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def doctor(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The installed command, started in ``folder``."""
     command = [str(Path(sys.executable).with_name("sglang-uvm-offload")), "doctor", *arguments]
-    return subprocess.run(command, env=environment({}), cwd=folder, capture_output=True, text=True, timeout=patience(600))
+    return subprocess.run(command, env=environment(env), cwd=folder, capture_output=True, text=True, timeout=patience(600))
 
 
 def doctor_in(python: Nursery | Nurseries, *arguments: str, **env: str) -> Ended:
@@ -178,6 +179,55 @@ def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints, tmp_path
     ):
         assert f"  ok       {fact}" in said.stdout
     assert said.stdout.splitlines()[-1] == "ready to serve this launch"
+
+
+WITHOUT_VLLM = """
+import sys
+sys.path[:] = [path for path in sys.path if path != {shims!r}]
+for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+    del sys.modules[name]
+"""
+ROTARY = """
+import torch
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+RotaryEmbedding(64, 64, 128, 10000, True, torch.float32)
+"""
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_what_sglang_lacks_on_a_cpu_is_named(checkpoints: Checkpoints, sglang: Nursery, launched: bool):
+    """Without the harness's stand-in for vllm, from which this SGLang imports an operator as it builds a model."""
+    launch = ["--", "--device", "cpu", "--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4"]
+    arguments = ["doctor", *(launch if launched else ["--device", "cpu"])]
+    command = f"from sglang_uvm_offload.cli.main import main\nraise SystemExit(main({arguments!r}))"
+    without = WITHOUT_VLLM.format(shims=str(SHIMS))
+    serving, checked = sglang.run(without + ROTARY), sglang.run(without + command)
+    assert "No module named 'vllm'" in serving.err
+    assert checked.code == 1, checked.err[-2000:]
+    (problem,) = [line for line in checked.out.splitlines() if "PROBLEM" in line]
+    for words in ("vllm, which is not installed", "SGLANG_USE_CPU_ENGINE=1", "scripts/quickstart.sh"):
+        assert words in problem
+    assert sglang.run(ROTARY).code == 0
+
+
+def test_a_launch_without_a_gpu_and_a_device_is_told_the_flag(checkpoints: Checkpoints, tmp_path: Path):
+    """In plain SGLang, without the harness's shims."""
+    launch = ("--", "--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
+    said = doctor(tmp_path, *launch, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert said.returncode == 1, said.stdout + said.stderr[-2000:]
+    problems = [line for line in said.stdout.splitlines() if "PROBLEM" in line]
+    for words in ("serves on a CPU only with --device cpu", "vllm, which is not installed", "No accelerator (CUDA"):
+        assert [words in line for line in problems].count(True) == 1, said.stdout
+
+
+def test_kernels_that_are_not_built_for_cpus_are_a_problem(tmp_path: Path):
+    """SGLang reads the variable as it is imported."""
+    said = doctor(tmp_path, "--device", "cpu", SGLANG_USE_CPU_ENGINE="1")
+    assert said.returncode == 1, said.stdout + said.stderr[-2000:]
+    problems = [line for line in said.stdout.splitlines() if "PROBLEM" in line]
+    assert len(problems) == 2, said.stdout
+    assert "cannot hook this SGLang: [sgl_kernel] CRITICAL: Could not load any common_ops library!" in problems[0]
+    assert "SGLANG_USE_CPU_ENGINE=1 needs SGLang's kernels built for CPUs" in problems[1]
 
 
 def test_without_a_launch_the_machine_is_checked(sglang: Nursery):
