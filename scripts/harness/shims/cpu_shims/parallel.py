@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from cpu_shims.hooks import around, on_cpu
@@ -9,8 +12,17 @@ from cpu_shims.hooks import around, on_cpu
 
 def install() -> None:
     around("sglang.srt.layers.moe.token_dispatcher.standard.get_device", on_cpu)
+    around("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", replicate_kv_heads)
     plain_memory_for_data_parallel_batches()
     gather_on_cpu()
+
+
+def replicate_kv_heads(original: Callable[..., Any], model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """On a CPU with fewer KV heads than ranks, SGLang pads the KV heads, and only the loader of its CPU kernels can fill them.
+    Leave the model as on a GPU, where each rank has a copy of a head."""
+    if tp_size > model_config.get_total_num_kv_heads() and model_config.num_attention_heads % tp_size == 0:
+        return model_config
+    return original(model_config, load_config, tp_size)
 
 
 def plain_memory_for_data_parallel_batches() -> None:
