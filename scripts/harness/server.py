@@ -119,7 +119,7 @@ class Server:
 
     ``command``: the command to run (``sglang serve`` or ``python -m sglang.launch_server``). With ``config_file``, it gets all
     arguments except the model in a YAML file instead of as flags. ``waiting`` is called with the seconds since the start, until
-    the server is ready.
+    the server is ready. The log is kept in ``log_path``; without one, it is deleted unless the block raises.
     """
 
     def __init__(
@@ -132,13 +132,14 @@ class Server:
         env: dict[str, str] | None = None,
         seconds: float = START_SECONDS,
         waiting: Callable[[float], None] = lambda _: None,
+        log_path: Path | None = None,
         **arguments: Any,
     ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.seconds = seconds
         self.folder = Path(tempfile.mkdtemp(prefix="server-"))
-        self.log_path = self.folder / "log.txt"
+        self.log_path = log_path or self.folder / "log.txt"
         env = {"TMPDIR": str(self.folder), **(for_ranks(arguments) if on_cpu else {}), **(env or {})}
         self.env = environment(env) if on_cpu else {**os.environ, **env}
         self.waiting = waiting
