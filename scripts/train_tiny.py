@@ -3,16 +3,17 @@
     python -m scripts.train_tiny scripts/tiny
     python -m scripts.train_tiny /tmp/deep --shape deep
 
-It learns two topics, English prose and Python code, from the standard library of the Python that runs it (PSF licence). Prose
-is the sentences of docstrings and of ``pydoc_data.topics``; code is functions and classes without docstrings and comments. Half
-of the texts are answers to a chat ("Explain shutil.copytree.", "Write heapq.merge."), for ``/v1/chat/completions``. One module
-in ``HELD_OUT`` is not trained on.
+The model learns two topics, English prose and Python code, from the standard library of the Python that runs this script (PSF
+licence). Prose is the sentences of docstrings and of ``pydoc_data.topics``; code is functions and classes without docstrings
+and comments. Half of the texts are answers in a chat ("Explain shutil.copytree.", "Write heapq.merge."), for
+``/v1/chat/completions``. One module in ``HELD_OUT`` is held out.
 
-The model is ``Glm4MoeForCausalLM`` of transformers: a sigmoid router whose top-k is chosen with ``e_score_correction_bias``.
-There is no balancing loss. Each step moves the biases towards equal load over both topics together, as published models of this
-architecture were trained, so each topic may have experts of its own.
+The model is ``Glm4MoeForCausalLM`` of transformers: a sigmoid router that chooses the top-k experts with
+``e_score_correction_bias``. There is no balancing loss. Each step moves the biases towards equal load over both topics
+together, as published models of this architecture were trained, so each topic may get experts of its own.
 
-``--shape deep`` has more MoE layers, of more experts, and trains for most of an hour: for what depends on several of them.
+``--shape deep`` has more MoE layers with more experts, for tests and benchmarks that need several, and trains for most of an
+hour.
 
 Everything is seeded: the same Python, PyTorch, transformers and tokenizers on the same kind of CPU give the same files. The
 checkpoint's README.md names the versions and has the measured perplexity and routing.
@@ -51,31 +52,31 @@ SHAPES = {"tiny": SHAPE, "deep": dataclasses.replace(SHAPE, layers=9, experts=32
 DENSE_LAYERS = 1  # the first
 VOCAB = 2048
 TOPICS = ("prose", "code")
-HELD_OUT = 20  # one module of so many, and one of so many topics of pydoc
-CHAT = 0.5  # of the texts in chat form
+HELD_OUT = 20  # one in so many modules and pydoc topics
+CHAT = 0.5  # the share of texts in chat form
 
 SEED = 0
 THREADS = 1
-ROWS, CONTEXT = 4, 256  # of a batch, half of each topic
+ROWS, CONTEXT = 4, 256  # the shape of a batch; half of the rows are from each topic
 STEPS = 1400
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 100
-BIAS_STEP = 2e-3  # of the router's biases
+BIAS_STEP = 2e-3  # how far a step moves a bias of the router
 
-RESIDENT = 6  # of the experts of a layer, for the routing that the README shows
+RESIDENT = 6  # experts per layer in the README's table of hit rates
 PROMPTS = ("If the argument is", "def read(self", "<|user|>Explain heapq.<|end|><|assistant|>")
-EXCERPTS, EXCERPT = 4, 600  # held-out texts of each topic for the tests, and the most characters of one
+EXCERPTS, EXCERPT = 4, 600  # held-out texts per topic for the tests, and their maximum length in characters
 
 # ---------------------------------------------------------------- text
 
 
 def paragraphs(text: str) -> str:
-    """The paragraphs of ``text`` that are sentences, one a line: no lists, examples, signatures or tables."""
+    """The paragraphs of ``text`` that are sentences, one per line, without lists, examples, signatures and tables."""
     joined = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     return "\n".join(line for line in joined if re.fullmatch(r"[A-Z][\w',]* [^<>{}\[\]|=*>]{20,}[.:]", line))
 
 
 def without_docstrings(tree: ast.AST) -> ast.AST:
-    """Removes them in place."""
+    """Remove docstrings from ``tree`` in place, and return it."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -83,13 +84,13 @@ def without_docstrings(tree: ast.AST) -> ast.AST:
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """The modules of the standard library that are no packages, by name."""
+    """The name and syntax tree of each module of the standard library that is a single file."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
         yield path.stem, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def texts() -> Iterator[tuple[str, str, str, str]]:
-    """``(topic, source, name, text)``: text of one topic with the name of what it is about, in a module or a topic of pydoc."""
+    """``(topic, source, name, text)`` for each text: ``name`` is what it is about, ``source`` its module or pydoc topic."""
     for name, text in sorted(topics.items()):
         yield "prose", name, name, paragraphs(text)
     for module, tree in modules():
@@ -116,7 +117,7 @@ def is_held_out(source: str) -> bool:
 
 
 def corpus() -> tuple[dict[str, list[tuple[str, str]]], dict[str, list[tuple[str, str]]]]:
-    """By topic the ``(name, text)`` to train on, and those held out."""
+    """The ``(name, text)`` pairs to train on, by topic, and those held out."""
     train: dict[str, list[tuple[str, str]]] = {topic: [] for topic in TOPICS}
     held: dict[str, list[tuple[str, str]]] = {topic: [] for topic in TOPICS}
     for topic, source, name, text in texts():
@@ -129,7 +130,7 @@ def corpus() -> tuple[dict[str, list[tuple[str, str]]], dict[str, list[tuple[str
 
 
 def make_tokenizer(train: dict[str, list[tuple[str, str]]]) -> Tokenizer:
-    """Byte-level pairs, learned from both topics."""
+    """A byte-level BPE tokenizer, trained on both topics."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -137,14 +138,14 @@ def make_tokenizer(train: dict[str, list[tuple[str, str]]]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=[END, *ROLES], initial_alphabet=alphabet, show_progress=False
     )
-    # As much text of each topic: pairs of both are learned.
+    # The same amount of text from each topic, so that it learns pairs of both.
     size = min(sum(len(text) for _, text in train[topic]) for topic in TOPICS)
     tokenizer.train_from_iterator(["\n".join(text for _, text in train[topic])[:size] for topic in TOPICS], trainer)
     return tokenizer
 
 
 def stream(tokenizer: Tokenizer, topic: str, documents: list[tuple[str, str]], chat: float) -> torch.Tensor:
-    """int64 ``[tokens]``: the documents in random order, a share of them in chat form, each ended by ``END``."""
+    """int64 ``[tokens]``: the documents in random order, each ended by ``END``, the share ``chat`` of them in chat form."""
     draw = random.Random(SEED)
     documents = draw.sample(documents, len(documents))
     asked = [f"{ROLES[1]}{question(topic, name)}{END}{ROLES[2]}" if draw.random() < chat else "" for name, _ in documents]
@@ -171,7 +172,7 @@ def make_model(shape: Shape = SHAPE) -> transformers.Glm4MoeForCausalLM:
 
 
 class Routing:
-    """Counts the tokens that the router of each MoE layer sends to each expert, from ``clear`` on."""
+    """Counts the tokens that each MoE layer's router sends to each expert since the last ``clear``."""
 
     def __init__(self, model: transformers.Glm4MoeForCausalLM):
         self.gates = [layer.mlp.gate for layer in model.model.layers[DENSE_LAYERS:]]
@@ -186,7 +187,7 @@ class Routing:
         self.counts[index] += torch.bincount(chosen.flatten(), minlength=self.counts.shape[1])
 
     def balance(self) -> None:
-        """Move each expert's bias a step towards the mean load."""
+        """Move each expert's bias by one step towards the mean load, and clear the counts."""
         for gate, count in zip(self.gates, self.counts, strict=True):
             gate.e_score_correction_bias += BIAS_STEP * torch.sign(count.mean() - count)
         self.clear()
@@ -215,20 +216,20 @@ def train_model(model: transformers.Glm4MoeForCausalLM, streams: list[torch.Tens
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """A share of ``LEARNING_RATE``: up to 1, then down by a cosine to 0."""
+    """The factor on ``LEARNING_RATE``: a linear warm-up to 1, then a cosine decay to 0."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     return (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def rows(tokens: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """int64 ``[count, CONTEXT]`` from random places."""
+    """int64 ``[count, CONTEXT]``: rows of ``tokens`` from random positions."""
     begins = torch.randint(len(tokens) - CONTEXT, (count, 1), generator=generator)
     return tokens[begins + torch.arange(CONTEXT)]
 
 
 def save_weights(model: transformers.Glm4MoeForCausalLM, folder: Path) -> None:
-    """In bfloat16, by the names of published GLM-4.5 checkpoints: each expert's projections are tensors of their own."""
+    """Save in bfloat16 under the names of published GLM-4.5 checkpoints: a tensor for each projection of each expert."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, experts, part = name.partition(".experts.")
@@ -244,12 +245,12 @@ def save_weights(model: transformers.Glm4MoeForCausalLM, folder: Path) -> None:
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
-# ---------------------------------------------------------------- what it learned
+# ---------------------------------------------------------------- evaluation
 
 
 @torch.no_grad()
 def evaluate(model: transformers.Glm4MoeForCausalLM, routing: Routing, tokens: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The mean loss in nats a token, and how many of ``tokens`` went to each expert ``[layers, experts]``."""
+    """The mean loss in nats per token, and the number of ``tokens`` routed to each expert, ``[layers, experts]``."""
     routing.clear()
     whole = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     losses = [model(input_ids=part, labels=part, use_cache=False).loss.item() * len(part) for part in whole.split(ROWS)]
@@ -266,7 +267,7 @@ def answer(model: transformers.Glm4MoeForCausalLM, tokenizer: Tokenizer, prompt:
 
 
 def served(counts: torch.Tensor, by: torch.Tensor) -> float:
-    """The share of the tokens in ``counts`` that the ``RESIDENT`` experts of each layer most used in ``by`` serve."""
+    """The hit rate of ``counts`` with the ``RESIDENT`` most used experts of each layer in ``by`` resident."""
     best = by.topk(RESIDENT, dim=1).indices
     return (counts.gather(1, best).sum() / counts.sum()).item()
 
@@ -275,15 +276,15 @@ def readme(shape: Shape, figures: str, trained: dict[str, list[tuple[str, str]]]
     text = "".join(f"{topic}{name}{text}" for topic in TOPICS for name, text in trained[topic])
     size = ", ".join(f"{sum(len(text) for _, text in trained[topic]) / 1e6:.1f} MB of {topic}" for topic in TOPICS)
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, transformers {transformers.__version__}, "
-    versions += f"tokenizers {tokenizers.__version__}, one thread of a CPU"
+    versions += f"tokenizers {tokenizers.__version__}, one CPU thread"
     return f"""\
-# A tiny GLM-4.5-architecture model of English prose and Python code
+# A tiny GLM-4.5-architecture model for English prose and Python code
 
-Written by `scripts/train_tiny.py` ({steps} steps), this page too. It is for tests and for trying things out: it knows little.
+Written by `scripts/train_tiny.py` ({steps} steps), like this page, for tests and the quickstart. It knows little.
 
-- Architecture: `Glm4MoeForCausalLM`, {shape.layers} layers of which {shape.layers - DENSE_LAYERS} have {shape.experts} routed
-  experts, {shape.top_k} for each token, and a shared one; bfloat16. An expert's projections have 64 KiB or more, the least
-  that is offloaded.
+- Architecture: `Glm4MoeForCausalLM`, {shape.layers} layers, {shape.layers - DENSE_LAYERS} of them with {shape.experts} routed
+  experts and a shared one, {shape.top_k} routed experts per token, bfloat16. Each projection of an expert
+  has at least 64 KiB, the smallest tensor that is offloaded.
 - Text: {size}, from Python's standard library: its docstrings and help topics
   (`pydoc_data.topics`), and its source without docstrings and comments.
 - Licence of the text, and so of the weights, the tokenizer and `held_out.json`: [PSF License Version
@@ -297,7 +298,7 @@ Written by `scripts/train_tiny.py` ({steps} steps), this page too. It is for tes
 
 
 def measure(folder: Path, held: dict[str, list[tuple[str, str]]]) -> str:
-    """Perplexity and routing of the written checkpoint, and what it answers."""
+    """The README's figures: the perplexity and routing of the written checkpoint, and answers to ``PROMPTS``."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = transformers.Glm4MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     routing = Routing(model)
@@ -307,10 +308,10 @@ def measure(folder: Path, held: dict[str, list[tuple[str, str]]]) -> str:
         nats, counts[topic] = evaluate(model, routing, tokens)
         bits = nats / math.log(2) * len(tokens) / len(tokenizer.decode(tokens.tolist()).encode())
         rows.append(f"| {topic} | {len(tokens)} | {math.exp(nats):.1f} | {bits:.2f} |")
-    lines = ["Perplexity on modules and help topics that it was not trained on:", ""]
-    lines += ["| topic | tokens | perplexity of a token | bits a byte |", "| --- | --- | --- | --- |", *rows, ""]
-    lines += [f"The share of routed tokens that the {RESIDENT} most used experts of each layer serve, there:", ""]
-    lines += [f"| most used by | {' | '.join(TOPICS)} |", "| --- |" + " --- |" * len(TOPICS)]
+    lines = ["Perplexity on held-out modules and help topics:", ""]
+    lines += ["| topic | tokens | perplexity per token | bits per byte |", "| --- | --- | --- | --- |", *rows, ""]
+    lines += [f"The hit rate there if the {RESIDENT} experts of each layer that one topic uses most are resident:", ""]
+    lines += [f"| residents chosen for | {' | '.join(TOPICS)} |", "| --- |" + " --- |" * len(TOPICS)]
     for mine in TOPICS:
         lines.append(f"| {mine} | " + " | ".join(f"{served(counts[topic], counts[mine]):.0%}" for topic in TOPICS) + " |")
     lines += ["", "Greedy answers:", ""]
@@ -344,7 +345,7 @@ def main() -> None:
 
 
 def excerpts(held: dict[str, list[tuple[str, str]]]) -> dict[str, list[str]]:
-    """By topic the first held-out texts, cut after ``EXCERPT`` characters."""
+    """The first ``EXCERPTS`` long held-out texts of each topic, cut to ``EXCERPT`` characters."""
     return {topic: [text[:EXCERPT] for _, text in held[topic] if len(text) > EXCERPT][:EXCERPTS] for topic in TOPICS}
 
 

@@ -1,1 +1,1 @@
-"""What scripts, benchmarks and tests run real SGLang servers with, on a GPU or on a CPU."""
+"""Runs real SGLang servers for scripts, benchmarks and tests, on a GPU or on a CPU."""

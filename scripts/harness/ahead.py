@@ -1,7 +1,7 @@
-"""Servers whose processes are started side by side, before the turn of each.
+"""Starts servers side by side, ahead of their turn.
 
-A start goes mostly into importing SGLang, twice, on one core. After that a server stops here: it has neither touched the GPU
-nor measured its memory.
+Most of a start is spent on importing SGLang, twice, on one core. Each server is stopped (SIGSTOP) after that, before it touches
+the GPU or measures its memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from scripts.harness.server import Server
 
 IMPORTED = "Init parallel begin."
-"""SGLang's first rank logs it once all is imported."""
+"""The first rank logs this when it has imported SGLang."""
 
 
 def start_ahead(servers: Iterable[Server], seconds: float) -> None:
-    """Start them, and stop each where it has imported SGLang; ``with`` lets it go on. One that is not there after ``seconds``,
-    or has ended, is given up: ``with`` starts it anew."""
+    """Start ``servers``, and stop each when it has imported SGLang; entering its ``with`` block resumes it. A server that ends
+    or takes longer than ``seconds`` is killed, and ``with`` starts it again."""
     waiting = list(servers)
     for server in waiting:
         server.process = server.start()

@@ -1,7 +1,7 @@
-"""What every ``Memory`` must do, whatever machine is behind it: one function a promise, run over each backend.
+"""Checks the contract of ``Memory`` on any backend, one function per promise.
 
-A check takes a fresh or used memory, leaves nothing allocated in it, and raises ``AssertionError`` where the promise is
-broken. Ranges are kept as small as the promise allows.
+A check takes a fresh or used memory, leaves nothing allocated in it, and raises ``AssertionError`` if the promise is broken.
+Ranges are as small as the promise allows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, S
 
 DEVICE, HOST = Location.DEVICE, Location.HOST
 READS = 3
-"""A read may be slow by chance. A block counts as elsewhere if all of these say so."""
+"""Attempts to find a block where it should be: a single read may be slow by chance."""
 
 
 @contextmanager
 def managed(memory: Memory, nbytes: int, name: str = "w13") -> Iterator[ManagedRange]:
-    """A range that is free again at the end."""
+    """A range that is freed at the end of the block."""
     it = memory.allocate(nbytes, name)
     try:
         yield it
@@ -33,7 +33,7 @@ def managed(memory: Memory, nbytes: int, name: str = "w13") -> Iterator[ManagedR
 
 
 def refuses(action: Callable[[], object], error: type[Exception] = ValueError) -> str:
-    """The message with which the action is refused."""
+    """The message of the ``error`` that ``action`` raises. Raises ``AssertionError`` if it raises none."""
     try:
         action()
     except error as refusal:
@@ -42,8 +42,8 @@ def refuses(action: Callable[[], object], error: type[Exception] = ValueError) -
 
 
 def expect_location(memory: Memory, it: ManagedRange, spans: list[Span], location: Location) -> None:
-    """Reads find each block of the spans there, in one of some looks. The answer of the first look does not count: a block that
-    prefers the other place may move by being read. Where no look can tell, that is not shown, and so fails."""
+    """Assert that one of ``READS`` measurements finds each block of ``spans`` at ``location``. A first measurement is
+    discarded, because reading may move a block that prefers the other location. Fails if no measurement can tell."""
     blocks = [(it, at) for span in spans for at in range(span.offset, span.end, memory.block_bytes)]
     memory.in_vram(blocks)
     for _ in range(READS):
@@ -188,7 +188,7 @@ def check_reads_tell_which_blocks_are_in_vram(memory: Memory) -> None:
         memory.place(b, [Span(0, 2 * block)], DEVICE)
         memory.place(a, [Span(block, 2 * block), Span(5 * block, block - 100)], DEVICE)
         blocks = [(b, block), *((a, i * block) for i in range(6)), (b, 0)]
-        for _ in range(2):  # a read leaves them where they are
+        for _ in range(2):  # reading moves no block
             found = memory.in_vram(blocks)
             assert found is not None
             assert found.tolist() == [True, False, True, True, False, False, True, True]
@@ -213,7 +213,7 @@ def check_a_placed_range_is_zeroed(memory: Memory) -> None:
 
 
 def check_a_range_keeps_what_is_written_while_it_is_populated(memory: Memory) -> None:
-    """From its end on, so that some blocks are written before they are populated, and some after."""
+    """Writes from the end to the beginning, so that some blocks are written before they are populated and some after."""
     block = memory.block_bytes
     nbytes = 48 * block - 100
     it = memory.allocate(nbytes, "w13")
@@ -241,7 +241,7 @@ def check_a_range_may_be_freed_while_it_is_populated(memory: Memory) -> None:
 
 
 def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:
-    """Experts of odd sizes, so that neighbours share blocks, and any resident sets one after the other."""
+    """Places random resident sets of experts whose sizes are no multiple of a block, so that neighbours share blocks."""
     block = memory.block_bytes
     shapes = [(7, block), (5, 3 * block // 2 + 4096), (12, block // 2 + 512), (3, 2 * block)]
     for seed, (experts, expert_bytes) in enumerate(shapes):
@@ -264,7 +264,7 @@ def check_bytes_and_addresses_survive_any_moves(memory: Memory) -> None:
 
 
 def check_a_part_is_the_memory_of_its_allocation_in_a_storage_of_its_own(memory: Memory) -> None:
-    """Wherever it begins; only placing it needs a block."""
+    """A part may begin anywhere; only to be placed must it begin with a block."""
     block = memory.block_bytes
     it = memory.allocate(4 * block, "pool")
     whole = memory.tensor(it)
@@ -348,7 +348,7 @@ def check_an_allocation_lives_as_long_as_any_tensor_over_it_or_a_part(memory: Me
 
 
 def check_a_part_alone_keeps_its_allocation(memory: Memory) -> None:
-    """Though no tensor was ever made over all of it."""
+    """Also if no tensor was ever made over the whole allocation."""
     block = memory.block_bytes
     it = memory.allocate(2 * block, "pool")
     part, silent = memory.part(it, Span(block, block), "w13"), memory.part(it, Span(0, block), "w2")
@@ -386,7 +386,7 @@ def check_parts_go_with_their_allocation_and_their_tensors_stay_valid(memory: Me
 
 
 def check_a_part_is_placed_and_found_like_a_range(memory: Memory) -> None:
-    """Its last block is short where more of the allocation follows: that is placed with it."""
+    """A part that ends within a block is placed with the rest of that block."""
     block = memory.block_bytes
     it = memory.allocate(6 * block, "pool")
     memory.place(it, [Span(0, 6 * block)], HOST)

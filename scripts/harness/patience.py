@@ -25,5 +25,5 @@ FACTOR = parse_factor(os.environ.get(VARIABLE, "1"))
 
 
 def patience(seconds: float) -> float:
-    """The limit on this machine for something that may take ``seconds`` on an idle one."""
+    """The limit in seconds on this machine for what may take ``seconds`` on an idle one."""
     return seconds * FACTOR

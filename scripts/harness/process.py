@@ -1,4 +1,4 @@
-"""Helpers for processes: end them with their parent, kill their group, and read the tail of their logs."""
+"""Ends processes with their parent or by group, and reads the end of their logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of what this process's children leave behind, or no longer."""
+    """Become the parent of processes that this process's children leave behind, or stop being it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 

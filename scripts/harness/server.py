@@ -1,7 +1,7 @@
-"""Run a real SGLang server from a script, a benchmark or a test, in processes that always end.
+"""Runs a real SGLang server for a script, a benchmark or a test, and always ends its processes.
 
-``Server`` takes SGLang's own arguments. To serve on a CPU, it adds ``CPU``, the settings for a small machine, and runs SGLang
-with the plugin in ``shims/``.
+``Server`` takes SGLang's own arguments. On a CPU it adds ``CPU``, the settings for a small machine, and runs SGLang with the
+plugin in ``shims/``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU: dict[str, Any] = {
     "skip_server_warmup": True,
 }
 
-# Do not compile functions that run a few times; no network, no tokenizer threads.
+# Compile no function that runs only a few times; use no network and no tokenizer threads.
 QUICK = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 START_SECONDS = patience(300)
@@ -54,19 +54,19 @@ END_SECONDS = 10
 
 
 def offload_state(server_info: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """The plugin's status in ``/server_info``; empty if offloading is off."""
+    """One rank's ``RankStatus`` from ``/server_info``, as JSON; empty if offloading is off."""
     return server_info["internal_states"][rank].get("expert_offload") or {}
 
 
 def environment(env: dict[str, str]) -> dict[str, str]:
-    """This process's environment with ``shims/`` in front, and ``env``."""
+    """This process's environment with ``shims/`` first in PYTHONPATH, updated with ``QUICK`` and ``env``."""
     path = os.pathsep.join([str(SHIMS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, **QUICK, **env}
 
 
 def for_ranks(arguments: dict[str, Any]) -> dict[str, str]:
-    """The environment that an engine with several ranks needs on a CPU: a core for each rank (SGLang gives each a NUMA node,
-    and ends if there are too few), and no search for NCCL."""
+    """The environment variables that several ranks need on a CPU: each rank gets a core (SGLang would give each a NUMA node,
+    and fails if there are too few), and NCCL is not searched for."""
     tp, pp, dp = (int(arguments.get(name) or 1) for name in ("tp_size", "pp_size", "dp_size"))
     if tp * pp * dp == 1:
         return {}
@@ -78,7 +78,7 @@ def for_ranks(arguments: dict[str, Any]) -> dict[str, str]:
 
 
 class EngineFailed(AssertionError):
-    """An engine did not start, died, or took too long. The message ends with the tail of its log; ``log`` has all of it."""
+    """An engine did not start, died, or took too long. The message has the end of its log, ``log`` the whole."""
 
     def __init__(self, what: str, log: Path):
         super().__init__(f"{what}; its log ends:\n{tail(log)}")
@@ -95,8 +95,8 @@ def free_port() -> int:
 
 
 def gathered(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``arguments`` with each option of ``--expert-offload-config`` that has a name like a flag's
-    (``expert_offload_warmup_tokens``) in that one, as text."""
+    """``arguments`` with options such as ``expert_offload_warmup_tokens``, which are no flags of their own, moved into the JSON
+    of ``--expert-offload-config``."""
     names = {PREFIX + name: name for name in OPTIONS}
     options = {names[name]: value for name, value in arguments.items() if name in names and value is not None}
     others = {name: value for name, value in arguments.items() if name not in names}
@@ -162,7 +162,7 @@ class Server:
     def __enter__(self) -> Server:
         if self.process is None:
             self.process = self.start()
-        else:  # of ahead.py
+        else:  # started by ahead.py
             os.killpg(self.process.pid, signal.SIGCONT)
         try:
             self.wait_until_ready(time.monotonic() + self.seconds)
@@ -213,7 +213,7 @@ class Server:
         self.process.wait()
 
     def give_up(self) -> None:
-        """End a process that has not served, nor been waited for."""
+        """Kill a server that was started ahead; ``with`` starts it again."""
         if self.process is not None:
             kill_group(self.process.pid)
             self.process.wait()
@@ -236,8 +236,8 @@ class Server:
             return json.loads(response.read())
 
     def wait_until_idle(self, seconds: float = 60) -> None:
-        """Wait until the server is idle: SGLang answers a request shortly before it finishes it, and until then refuses actions
-        that need an idle server."""
+        """Wait until the server is idle. SGLang answers a request shortly before it has finished it, and refuses actions that
+        need an idle server until then."""
         deadline = time.monotonic() + patience(seconds)
         while True:
             try:
@@ -245,7 +245,7 @@ class Server:
                 return
             except urllib.error.HTTPError as refused:
                 if time.monotonic() > deadline:
-                    raise EngineFailed(f"the server is never idle: {refused}", self.log_path) from refused
+                    raise EngineFailed(f"the server does not become idle: {refused}", self.log_path) from refused
                 time.sleep(0.1)
 
     def stream(self, path: str, body: Any) -> Generator[Any, None, None]:

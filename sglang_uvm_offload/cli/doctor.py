@@ -1,4 +1,4 @@
-"""The ``doctor`` command: checks this machine, its driver, this SGLang and a launch without starting a server."""
+"""The ``doctor`` command checks this machine, its driver, SGLang and a launch, without starting a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_uvm_offload.units import size
 PACKAGE = "sglang-uvm-offload"
 PLUGIN = "uvm_offload"
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
-"""SGLang's environment variable that has it use its kernels for CPUs."""
+"""The environment variable that makes SGLang use its kernels for CPUs."""
 CPU_GUIDE = "https://docs.sglang.io/docs/hardware-platforms/cpu_server"
 
 OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
@@ -25,7 +25,7 @@ OK, WARNING, PROBLEM = "ok", "WARNING", "PROBLEM"
 
 @dataclass
 class Diagnosis:
-    """The output lines in order, each with its kind. Only ``problems`` prevent the launch."""
+    """The lines to print, in order, as ``(kind, text)``. Only ``problems`` prevent a launch."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Diagnosis:
         self.lines.append((WARNING, text))
 
     def bad(self, *texts: str) -> None:
-        """Lists a problem once, even if two checks find it."""
+        """Add problems. One that two checks find is listed once."""
         self.lines += [(PROBLEM, text) for text in dict.fromkeys(texts) if (PROBLEM, text) not in self.lines]
 
     @property
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis. Returns 0 if the server can start, 1 if not, 2 for arguments that cannot be parsed."""
+    """Print the diagnosis. Returns 0 if a server can start, 1 if it cannot, 2 if the arguments cannot be parsed."""
     if args.launch and args.device:
         complain(f"--device {args.device}: give it after --, as an argument of the launch")
         return 2
@@ -103,7 +103,7 @@ def examine(device: str) -> Diagnosis:
 
 
 def examine_launch(arguments: list[str]) -> Diagnosis:
-    """Check everything for the launch with these arguments. Exits with 2 if SGLang cannot parse them."""
+    """Check the launch with these arguments. Exits with 2 if SGLang cannot parse them."""
     found = Diagnosis()
     if not _installation(found):
         return found
@@ -131,7 +131,7 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
 
 
 def _installation(found: Diagnosis) -> bool:
-    """Check the packages and the plugin. Returns whether SGLang can be imported with this plugin."""
+    """Check the packages, the plugin and its hooks. Returns whether SGLang can be imported with the plugin."""
     _packages(found)
     _plugin(found)
     try:
@@ -236,7 +236,7 @@ def _gpus(found: Diagnosis, gpus: list[int]) -> None:
 
 
 def _link(found: Diagnosis, gpus: list[int]) -> None:
-    """What earlier servers measured."""
+    """Report the link rates that earlier servers measured, if any."""
     from sglang_uvm_offload.cuda.device import visible_gpus
     from sglang_uvm_offload.cuda.kept_link import kept_link
     from sglang_uvm_offload.plan.measured_link import described, expected_rates

@@ -22,7 +22,7 @@ SUBCOMMANDS = {
     "profile": "show saved routing profiles, and merge them",
     "run": "run one of SGLang's tools that take the arguments of a launch, such as sglang.compile_deep_gemm",
 }
-"""Each is a module of this package with ``add_arguments`` and ``run``."""
+"""Each subcommand is a module of this package with ``add_arguments`` and ``run``."""
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """The exit codes that a shell reports for SIGINT and SIGPIPE."""
@@ -30,12 +30,12 @@ INTERRUPTED, PIPE_CLOSED = 130, 141
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Leaves out the usage, which is longer than a screen."""
+        """Print the error without the usage, which is longer than a screen, and exit with 2."""
         self.exit(2, f"{self.prog}: error: {printable_lines(message)}\nsee `{self.prog} --help`\n")
 
 
 class Subcommand(Parser):
-    """Imports its module only if the user selects it."""
+    """The parser of one subcommand. It imports the subcommand's module only when the user selects it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         command = importlib.import_module(f"sglang_uvm_offload.cli.{self.prog.split()[-1]}")
@@ -45,8 +45,8 @@ class Subcommand(Parser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns its exit code: 0 for success, 1 for a negative result, 2 for errors."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file and model names may hold characters that the terminal cannot encode
+    """Run a command. Returns its exit code: 0 for success, 1 for a negative result, 2 for an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return PIPE_CLOSED
     except ImportError as error:
         return _failed(_missing(error))
-    except OSError as error:  # from the output, or from a file that no argument names, such as a library's cache
+    except OSError as error:  # of the output, or of a file that no argument names, such as a library's cache
         _drop_output()
         where = "" if error.filename is None else f"{error.filename}: "
         return _failed(f"{where}{error.strerror or error}")
@@ -75,7 +75,7 @@ def _command(argv: list[str] | None) -> int:
         commands.add_parser(name, help=help)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        hint = "; give those of a launch after --, as in doctor -- --model-path MODEL" if args.command == "doctor" else ""
+        hint = "; give a launch's arguments after --, as in doctor -- --model-path MODEL" if args.command == "doctor" else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return args.run(args)
 
@@ -106,6 +106,6 @@ def _drop_output() -> None:
 
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # ``python -m`` puts the current folder there, perhaps a downloaded model
+    if not getattr(sys.flags, "safe_path", False):  # ``python -m`` adds the current folder, which may be a downloaded model
         del sys.path[0]
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The doctor: what it calls ready is served, and what is not it explains, with an exit code that scripts can use."""
+"""The doctor: it calls ready what can be served, explains what cannot, and exits with a code that scripts can use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """For each question, the exit code and what was said."""
+    """The exit code and the output for each question."""
     whole, folder = checkpoints("qwen3_moe"), tmp_path_factory.mktemp("broken")
 
     def copy(name: str, **changes: Any) -> Path:
@@ -164,7 +164,7 @@ def test_the_whole_launch_is_resolved(answers):
 
 
 def test_a_cpu_machine_with_a_launch_is_ready(checkpoints: Checkpoints, tmp_path: Path):
-    """In the folder of a checkpoint that holds code under the names of libraries, of which none runs."""
+    """It runs in the folder of a checkpoint that has code under the names of libraries; none of that code runs."""
     hostile = Hostile(tmp_path / "model")
     shutil.copytree(checkpoints("qwen3_moe"), hostile.folder, dirs_exist_ok=True)
     said = doctor(hostile.folder, "--", "--device", "cpu", "--model-path", ".", "--expert-offload-num-resident", "4")
@@ -196,7 +196,7 @@ RotaryEmbedding(64, 64, 128, 10000, True, torch.float32)
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_what_sglang_lacks_on_a_cpu_is_named(checkpoints: Checkpoints, sglang: Nursery, launched: bool):
-    """Without the harness's stand-in for vllm, from which this SGLang imports an operator as it builds a model."""
+    """Runs without the harness's stand-in for vllm, from which SGLang imports an operator when it builds a model."""
     launch = ["--", "--device", "cpu", "--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4"]
     arguments = ["doctor", *(launch if launched else ["--device", "cpu"])]
     command = f"from sglang_uvm_offload.cli.main import main\nraise SystemExit(main({arguments!r}))"
@@ -211,7 +211,7 @@ def test_what_sglang_lacks_on_a_cpu_is_named(checkpoints: Checkpoints, sglang: N
 
 
 def test_a_launch_without_a_gpu_and_a_device_is_told_the_flag(checkpoints: Checkpoints, tmp_path: Path):
-    """In plain SGLang, without the harness's shims."""
+    """Runs without the harness's shims."""
     launch = ("--", "--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4")
     said = doctor(tmp_path, *launch, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     assert said.returncode == 1, said.stdout + said.stderr[-2000:]

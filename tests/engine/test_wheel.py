@@ -1,5 +1,5 @@
-"""The wheel, installed outside the checkout, in real SGLang: its flags, and a server that answers a request and what the
-documents ask of a server."""
+"""The wheel, installed outside the checkout, in real SGLang: its flags, and a server that answers a prompt and the requests
+that the documents show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scripts.harness.server import SHIMS, Server, environment
 from sglang_uvm_offload.flags import ARGUMENTS, spelled
 
 DOCUMENTED = "http://127.0.0.1:30000"
-"""Where the documents' server is."""
+"""The address of the server in the documents."""
 
 NOTE = """\
 import os, pathlib, sglang_uvm_offload
@@ -32,8 +32,8 @@ pathlib.Path({!r}, str(os.getpid())).write_text(sglang_uvm_offload.__file__)
 
 
 class InstalledServer(Server):
-    """A server of the installed wheel. It imports SGLang once, ends at once, and each of its processes that loads plugins
-    writes into a file of ``found`` where it finds this package."""
+    """A server that runs the installed wheel. It imports SGLang once and is killed at the end. Each of its processes that loads
+    plugins writes the location of this package to a file in ``found``."""
 
     def __init__(self, installed: Installed, found: Path, **options: object):
         plugin = found.with_name("plugin")
@@ -52,7 +52,7 @@ class InstalledServer(Server):
 
 @pytest.fixture(scope="module")
 def help_text(installed: Installed) -> Iterator[subprocess.Popen[str]]:
-    """Of ``sglang.launch_server``, which imports SGLang while the server starts."""
+    """``sglang.launch_server --help``, which imports SGLang while the server starts."""
     command = [str(installed.python), "-m", "sglang.launch_server", "--help"]
     env = environment(installed.environment)
     with subprocess.Popen(command, env=env, cwd=installed.outside, stdout=subprocess.PIPE, text=True) as running:

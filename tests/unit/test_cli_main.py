@@ -131,7 +131,7 @@ def without(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_launch_arguments_without_the_dashes_are_told_where_to_go(capsys):
-    hint = "; give those of a launch after --, as in doctor -- --model-path MODEL"
+    hint = "; give a launch's arguments after --, as in doctor -- --model-path MODEL"
     for command, hinted in (["doctor"], True), (["profile", "p.npz"], False):
         with pytest.raises(SystemExit, match="2"):
             main([*command, "--model-path", "m", "--tp", "8"])

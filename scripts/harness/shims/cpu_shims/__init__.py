@@ -1,17 +1,17 @@
-"""Lets SGLang serve more models and modes on a CPU that has neither AMX nor a GPU.
+"""Lets SGLang serve more models and modes on a CPU without AMX, on a machine without a GPU.
 
-A plugin of SGLang's own kind, found because its folder is on PYTHONPATH. It replaces what SGLang would run as a GPU or
-AMX kernel by plain torch, and what it asks of a GPU by the CPU's answer; it knows nothing of expert offloading, and engines
-with and without offloading run over the same shims.
+This is an SGLang plugin, which SGLang finds because its folder is on PYTHONPATH. It replaces GPU and AMX kernels with plain
+PyTorch, and answers queries about the GPU for the CPU. It does not know expert offloading: engines with and without offloading
+run with the same shims.
 
-One module a subject, each function with the reason it is there:
+Each module has one subject:
 
-    attention     what DeepSeek and gpt-oss need of torch_native attention
+    attention     torch_native attention for DeepSeek and gpt-oss
     experts       expert kernels: absent experts, and block-FP8, INT8 and 4-bit weights
-    ngrams        LongCat's n-gram embedding, and its experts that compute nothing
-    parallel      two ranks, expert parallelism, attention data parallelism
+    ngrams        LongCat's n-gram embedding and zero-computation experts
+    parallel      several ranks, expert parallelism, attention data parallelism
     recorder      SGLang's own recorder of expert distributions
-    speculation   NEXTN, under Triton's interpreter (TRITON_INTERPRET=1), which runs Triton's attention too
+    speculation   NEXTN and Triton's attention, in Triton's interpreter (TRITON_INTERPRET=1)
 """
 
 from __future__ import annotations

@@ -22,21 +22,21 @@ def install() -> None:
 
 
 def latent_attention_as_matrices() -> None:
-    """DeepSeek asks each attention backend how to compute latent attention, and knows no answer for torch_native."""
+    """DeepSeek looks up how each attention backend computes latent attention; SGLang registers nothing for torch_native."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
 def triton_means_torch_native() -> None:
-    """gpt-oss admits a short list of attention backends; of these, triton is served by torch_native here."""
+    """gpt-oss accepts only a few attention backends, triton among them; run torch_native under that name."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     ATTENTION_BACKENDS["triton"] = ATTENTION_BACKENDS["torch_native"]
 
 
 class Sinks:
-    """The sinks of the layer whose attention is being computed, between the two hooks below."""
+    """The sinks of the layer whose attention is being computed; the first hook below sets them, the second reads them."""
 
     current: torch.Tensor | None = None
 
@@ -51,7 +51,7 @@ class Sinks:
 
 
 def forward_with_sinks(original: Callable[..., Any], *args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> Any:
-    """The backend takes no ``sinks``: keep them for the attention function it calls."""
+    """The backend takes no ``sinks``: hold them for the attention function that it calls."""
     with Sinks.of(sinks):
         return original(*args, **kwargs)
 
@@ -65,7 +65,7 @@ def attend_to_sinks(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """A sink is one more key of each head, with a fixed score and a value of zero."""
+    """Add a sink as one more key of each head, with a fixed score and a value of zero."""
     if Sinks.current is None:
         return original(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
     heads, rows, columns = query.shape[1], query.shape[2], key.shape[2]

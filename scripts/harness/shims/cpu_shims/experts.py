@@ -1,8 +1,8 @@
-"""Expert kernels in plain torch, where SGLang has only Triton ones or none for a CPU.
+"""Expert kernels in plain PyTorch, where SGLang has only Triton kernels or none for a CPU.
 
-What SGLang does by Triton kernels goes through its ``_prepare_fused_moe_run``, and each block of tokens is computed with the
-row that its list names, which may lie behind those of the experts. SGLang has a kernel of its own for unquantised experts on a
-CPU; with ``SHIM_EXPERTS=triton`` in the environment, they go the same way as others.
+In place of the Triton kernels, these call SGLang's ``_prepare_fused_moe_run`` and compute each block of tokens with the weight
+row that its list names, which may lie behind the rows of the experts. SGLang's own CPU kernel computes unquantised experts;
+``SHIM_EXPERTS=triton`` in the environment has these kernels compute them too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cpu_shims.hooks import around, instead, on_cpu
 
 TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 UNSET = 2**30
-"""What SGLang leaves uninitialised, as no row of anything."""
+"""A row that does not exist, where SGLang's kernel leaves memory uninitialised."""
 
 
 def install() -> None:
@@ -44,8 +44,8 @@ def native_experts(
 
 
 def align(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The places in ``topk_ids`` by expert, -1 first, each expert's padded to whole blocks; each block's expert; and the number
-    of places with the padding."""
+    """Sort the positions in ``topk_ids`` by expert, -1 first, and pad each expert's to whole blocks. Returns the positions, the
+    expert of each block, and the number of positions with padding."""
     flat = topk_ids.flatten()
     places = flat.numel()
     room = places * block_size if places < num_experts + 1 else places + (num_experts + 1) * (block_size - 1)
@@ -63,7 +63,7 @@ def align(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> tuple[to
 
 
 class WithoutThem:
-    """The experts' weights, followed by as many all-zero experts as are asked for, without a copy of the weights."""
+    """The experts' weights, followed by any number of all-zero experts, without a copy of the weights."""
 
     def __init__(self, weights: torch.Tensor):
         self.weights = weights
@@ -76,10 +76,8 @@ class WithoutThem:
 def skip_absent_experts(
     original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk_output: Any, config: Any
 ) -> torch.Tensor:
-    """The native kernel computes every id of a token; under expert parallelism some are -1: another rank's, or padding.
-
-    Send those to experts of zeros behind the layer's own, each of a token's to a different one as the kernel expects.
-    """
+    """Replace ids of -1, which expert parallelism uses for other ranks' experts and for padding: the native kernel computes
+    every id. Each becomes an all-zero expert behind the layer's own; those of one token differ, as the kernel expects."""
     ids = topk_output.topk_ids
     local = layer.w13_weight.shape[0]
     absent = ids < 0
@@ -107,7 +105,7 @@ def outplace_experts(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a custom operator of SGLang's, which in some versions shows its parameters in its schema only."""
+    """The arguments of an SGLang custom operator by name. In some versions only its schema has the names."""
     schema = getattr(torch.ops.sglang, op.__name__).default._schema
     return dict(zip([parameter.name for parameter in schema.arguments], args, strict=False)) | kwargs
 
@@ -139,7 +137,7 @@ def reference_experts(
     gemm1_limit: float | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """What the fused Triton kernels compute, expert by expert on dequantised weights."""
+    """Compute the result of the fused Triton kernels expert by expert, from dequantised weights."""
     assert activation == "silu"
     assert is_gated
     assert not apply_router_weight_on_input
@@ -174,7 +172,7 @@ def reference_experts(
 def by_row(
     order: torch.Tensor, blocks: torch.Tensor, padded: int, block_size: int, num_places: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each row that some block is computed with, and the places that are: an expert's blocks are neighbours."""
+    """Each weight row that a block uses, with the positions computed from it. The blocks of a row are adjacent."""
     used = blocks[: padded // block_size]
     placed = order[:padded].view(-1, block_size)
     for row in used[used >= 0].unique_consecutive().tolist():
@@ -183,7 +181,7 @@ def by_row(
 
 
 def row_of(tensor: torch.Tensor, row: int) -> torch.Tensor:
-    """``tensor[row]``, or as the kernels compute it, what lies there behind the tensor."""
+    """``tensor[row]``; beyond the end of the tensor, the memory at that stride, as the kernels address it."""
     if row < tensor.shape[0]:
         return tensor[row]
     steps = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
@@ -200,7 +198,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, row
 def dequantised(
     weights: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, row: int, block: list[int] | None
 ) -> torch.Tensor:
-    """One row's [out, in] weight in float32."""
+    """The float32 ``[out, in]`` weight of one row."""
     weight = row_of(weights, row)
     if scales is None:
         return weight.float()
@@ -214,7 +212,8 @@ def dequantised(
 
 
 def dequantised_int4(packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-    """Two neighbouring inputs a byte, the first in the low bits; zeros likewise along the outputs, or 8 throughout."""
+    """Unpack two adjacent inputs per byte, the first in the low bits. Zero points are packed alike along the outputs; without
+    any, all are 8."""
     values = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).float()
     zero = torch.full_like(scale, 8.0)
     if zeros is not None:

@@ -1,4 +1,4 @@
-"""How shims reach into SGLang."""
+"""Registers the shims with SGLang's plugin hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def around(target: str, hook: Callable[..., Any]) -> None:
 
 
 def instead(target: str, function: Callable[..., Any]) -> None:
-    """Have ``function`` in place of the one at ``target``, inside of all that hooks it."""
+    """Replace the function at ``target``; hooks around it wrap ``function``."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(target, function, HookType.REPLACE)
@@ -28,7 +28,7 @@ def instead(target: str, function: Callable[..., Any]) -> None:
 
 
 def search_once() -> None:
-    """Have SGLang look through all modules once for all shims, instead of for each: it applies them in each process."""
+    """Have SGLang search all modules once for all shims instead of once per shim, in each process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_uvm_offload.plugin.imported_names import searched_once
@@ -37,7 +37,7 @@ def search_once() -> None:
 
     def apply_in_one_search() -> None:
         for target in _targets:
-            resolve_name(target.rpartition(".")[0])  # imports what is to be found
+            resolve_name(target.rpartition(".")[0])  # imports the module, so that the search finds it
         with searched_once(_targets):
             apply()
 
@@ -45,12 +45,12 @@ def search_once() -> None:
 
 
 def on_cpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """For SGLang's ``get_device``, which looks for an accelerator and finds none."""
+    """Answer for SGLang's ``get_device``, which fails without an accelerator."""
     return "cpu"
 
 
 class OnCpu(TorchFunctionMode):
-    """Takes the CPU where a call names CUDA."""
+    """Runs calls that name ``device="cuda"`` on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

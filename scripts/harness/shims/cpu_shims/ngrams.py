@@ -1,4 +1,4 @@
-"""LongCat's n-gram embedding, and its experts that compute nothing."""
+"""LongCat's n-gram embedding, and its zero-computation experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpu_shims.hooks import OnCpu, around
 
 _NEWEST = "sglang.kernels.ops.embeddings.ngram_embedding"
 KERNELS = _NEWEST if find_spec(_NEWEST) else "sglang.kernels.ops.speculative.ngram_embedding"
-"""The second before SGLang 0.5.23."""
+"""The module's name before SGLang 0.5.23 is the second."""
 
 
 def install() -> None:
@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def build_on_cpu(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """The class asks for CUDA by name."""
+    """The class allocates on CUDA by name."""
     with OnCpu():
         original(*args, **kwargs)
 
@@ -44,7 +44,7 @@ def ngram_ids(
     n_gram_ids: torch.Tensor,
     eos_token_id: int,
 ) -> None:
-    """The row of each token in each table: of the tokens up to it, the polynomial of the table modulo its rows."""
+    """Compute each token's row in each table: a polynomial of the tokens up to it, modulo the table's rows."""
     for request, (row, column) in enumerate(zip(row_indices.tolist(), column_starts.tolist(), strict=True)):
         begin, end = exclusive_req_len_sums[request : request + 2].tolist()
         for place in range(begin, end):
@@ -86,8 +86,8 @@ def identity_experts(
     zero_expert_type: str,
     hidden_states: torch.Tensor,
 ) -> torch.Tensor:
-    """SGLang sends a token's place at such an expert to expert 0 with the weight 0. The native kernel of experts takes each of
-    a token's once, and -1 for none."""
+    """Compute the identity experts: the input times their weights. SGLang's kernel then sends their places to expert 0 with
+    weight 0, but the native expert kernel needs distinct experts per token, and takes -1 for none."""
     assert zero_expert_type == "identity"
     absent = expert_indices >= num_experts
     share = expert_scales.masked_fill(~absent, 0.0).sum(-1, keepdim=True)

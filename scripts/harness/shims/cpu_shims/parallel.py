@@ -1,4 +1,4 @@
-"""Two ranks on a CPU: expert parallelism and attention data parallelism."""
+"""Several ranks on a CPU: tensor and expert parallelism, and attention data parallelism."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def replicate_kv_heads(original: Callable[..., Any], model_config: Any, load_con
 
 
 def plain_memory_for_data_parallel_batches() -> None:
-    """Attention data parallelism stages batches in pinned memory, copies them with Triton, and asks the attention backend
-    for the sequence length of a padded row."""
+    """Attention data parallelism stages batches in pinned memory, copies them with Triton, and queries the attention backend
+    for the sequence length of a padded row. Use plain memory and copies, and a length of 1."""
     import sglang.srt.layers.dp_attention as dp_attention
     import sglang.srt.model_executor.forward_batch_info as forward_batch_info
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -39,7 +39,7 @@ def plain_memory_for_data_parallel_batches() -> None:
 
 
 def gather_on_cpu() -> None:
-    """Process groups take their device from what SGLang was built for; NCCL is absent, but asked for its device."""
+    """Process groups use the device that SGLang was built for. They read NCCL's device even without NCCL."""
     import sglang.srt.distributed.parallel_state as parallel_state
     from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
 

@@ -1,4 +1,4 @@
-"""SGLang's recorder of expert distributions, which the tests compare their own counts with."""
+"""SGLang's recorder of expert distributions, whose counts the tests compare with the plugin's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def install() -> None:
 
 
 def cpu_is_the_default_device_module() -> None:
-    """The recorder asks the current device whether it is capturing a graph; torch takes that for CUDA."""
+    """The recorder queries the current device module for graph capture, and torch returns that of CUDA."""
     original = torch.get_device_module
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""NEXTN speculation, its Triton kernels run by Triton's interpreter (TRITON_INTERPRET=1)."""
+"""NEXTN speculation, with its Triton kernels in Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def install() -> None:
 
 
 def tree_kernels_of_triton() -> None:
-    """The kernels over draft trees exist in CUDA, and in Triton for Intel GPUs."""
+    """Use the Triton kernels for draft trees, which SGLang has for Intel GPUs; the others are CUDA."""
     import sglang.kernels.ops.speculative.spec_tree as spec_tree
 
     spec_tree._is_xpu = True
@@ -38,7 +38,7 @@ def places_in_the_cache(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """Where the tokens that a step without drafts verifies go. Without AMX, SGLang has no kernel for it and returns None, with
-    which each layer writes its one token all over the cache."""
+    """The cache locations of the tokens that a step without drafts verifies. Without AMX, SGLang has no kernel for this and
+    returns None, and each layer then writes its one token over the whole cache."""
     columns = start_offset.long()[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices.long()[:, None], columns].flatten().long()

@@ -1,1 +1,1 @@
-"""Stands in for the one module of vLLM that SGLang imports on a CPU. See ``_custom_ops``."""
+"""Stands in for vLLM, of which SGLang imports ``_custom_ops`` on a CPU."""

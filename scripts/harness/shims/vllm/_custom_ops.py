@@ -1,5 +1,4 @@
-"""The operators that SGLang takes from vLLM on a CPU without AMX, in plain torch: of rotary embedding and of the Triton MoE
-runner."""
+"""The vLLM operators that SGLang uses on a CPU without AMX, in plain PyTorch: for rotary embeddings and Triton's MoE runner."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def rotary_embedding(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Neox pairs channel i with i + half; the other layout pairs neighbours."""
+    """Neox pairs channel i with i + half; the other layout pairs adjacent channels."""
     if is_neox:
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -38,5 +37,5 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def moe_sum(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Sums ``x[token, k, hidden]`` over k."""
+    """Sum ``x[token, k, hidden]`` over k."""
     torch.sum(x, dim=1, out=out)
