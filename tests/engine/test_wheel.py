@@ -25,6 +25,8 @@ from sglang_uvm_offload.flags import ARGUMENTS, spelled
 DOCUMENTED = "http://127.0.0.1:30000"
 """The address of the server in the documents."""
 
+TINY = ROOT / "scripts/tiny"
+RESIDENT = 6
 NOTE = """\
 import os, pathlib, sglang_uvm_offload
 pathlib.Path({!r}, str(os.getpid())).write_text(sglang_uvm_offload.__file__)
@@ -42,7 +44,7 @@ class InstalledServer(Server):
         saboteur(plugin, NOTE.format(str(found)))
         paths = {"PYTHONPATH": os.pathsep.join(map(str, [plugin, TESTS / "forking", SHIMS]))}
         command = [str(installed.python), "-m", "sglang.launch_server"]
-        super().__init__(ROOT / "scripts/tiny", command=command, env=installed.environment | paths, **options)
+        super().__init__(TINY, command=command, env=installed.environment | paths, **options)
 
     def stop(self) -> None:
         assert self.process is not None
@@ -66,9 +68,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(installed: Installed, found: Path, help_text: subprocess.Popen[str]) -> Iterator[Server]:
-    with InstalledServer(installed, found, expert_offload_num_resident=6) as server:
+    with InstalledServer(installed, found, expert_offload_num_resident=RESIDENT) as server:
         answer(server)  # residents are chosen from some tokens only
         yield server
+
+
+def test_the_doctor_is_ready_for_what_is_served(installed: Installed):
+    launch = ["--device", "cpu", "--model-path", str(TINY), "--expert-offload-num-resident", str(RESIDENT)]
+    command = [str(installed.folder / "bin/sglang-uvm-offload"), "doctor", "--", *launch]
+    env = environment(installed.environment | {"PYTHONPATH": str(SHIMS)})
+    done = subprocess.run(command, env=env, cwd=installed.outside, capture_output=True, text=True, timeout=patience(300))
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert f"--expert-offload-num-resident {RESIDENT} of 16 experts a layer, on one rank" in done.stdout
 
 
 def answer(server: Server) -> list[int]:
