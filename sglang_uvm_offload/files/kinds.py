@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,10 +105,7 @@ def _of_npy(path: Path) -> FileKind:
 
 def _of_pytorch(path: Path) -> FileKind:
     """By the names in its pickle, which is searched and not loaded."""
-    with reading.open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        name = next(each for each in archive.namelist() if each.endswith("/data.pkl"))
-        with archive.open(name) as pickled:
-            text = pickled.read(MAX_PICKLE_BYTES)
+    text = npz.beginning(path, "/data.pkl", MAX_PICKLE_BYTES)
     if b"logical_count" in text:
         return FileKind("a .pt file with SGLang's expert counts", remedy=conversion.of_pt_counts(path))
     if b"topk_ids_of_layer" in text:
@@ -119,13 +115,12 @@ def _of_pytorch(path: Path) -> FileKind:
 
 def _of_json(path: Path) -> FileKind | None:
     with reading.open_regular(path) as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    try:
-        value, lines = _first_value(data)
-    except ValueError:
-        text = data[:MAX_TEXT_BYTES].decode(errors="replace")
-        plain = data and all(letter.isprintable() or letter.isspace() for letter in text)
-        return FileKind("a text file", _UNKNOWN, conversion.BY_HAND) if plain else None
+        data = file.read(MAX_TEXT_BYTES)
+        if data.lstrip()[:1] not in (b"{", b"["):
+            plain = data and all(letter.isprintable() or letter.isspace() for letter in data.decode(errors="replace"))
+            return FileKind("a text file", _UNKNOWN, conversion.BY_HAND) if plain else None
+        data += file.read(MAX_JSON_BYTES + 1 - len(data))
+    value, lines = _first_value(data)
     if routed := conversion.of_json(path, value, lines):
         return FileKind(*routed)
     found = value if isinstance(value, dict) else {}

@@ -59,6 +59,13 @@ def names(path: str | os.PathLike[str]) -> set[str]:
         return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
+def beginning(path: str | os.PathLike[str], end: str, nbytes: int) -> bytes:
+    """The first ``nbytes`` bytes of the first member of a zip file whose name ends with ``end``. Raises ``NpzError`` and
+    ``OSError`` as ``names`` does."""
+    with _opened(path) as archive, archive.open(next(name for name in archive.namelist() if name.endswith(end))) as member:
+        return member.read(nbytes)
+
+
 class ArrayShape(NamedTuple):
     """What an array's header declares."""
 

@@ -206,6 +206,17 @@ def test_other_files_are_named(content, what, tmp_path):
     assert mistaken(tmp_path / "file", "replay").startswith(f"this is {what}")
 
 
+def test_a_damaged_file_gives_a_kind_or_none(tmp_path):
+    """Each byte of the ends of a .pt and an npz file, and of what follows the first header, is changed in turn."""
+    torch.save({"logical_count": COUNTS}, tmp_path / "pt")
+    np.savez(tmp_path / "npz", IDS[:2])
+    for path in (tmp_path / "pt", tmp_path / "npz.npz"):
+        whole = path.read_bytes()
+        for at in (*range(4, 200), *range(len(whole) - 400, len(whole))):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+            mistaken(path, "replay")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\x00\x01\x02", b"PK\x03\x04", b"\x93NUMPY", b"[" * 100_000, b"\x93NUMPY\x01\x00\xff\xff"]
 )
