@@ -1,4 +1,4 @@
-"""The ``plan`` command: whether a model fits a machine, with how many residents, and how fast."""
+"""The ``plan`` command: predicts whether a model fits a machine, with how many residents, and how fast."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.residency.slot_split import Slots
 
 MAX_COUNT = (1 << 31) - 1
-"""The upper limit of every count: more than any machine or model has."""
+"""The upper limit of every count, beyond any machine or model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``plan``."""
+    """Add the flags of ``plan``."""
     parser.add_argument(
         "model",
         help="a checkpoint folder, a config.json (or a JSON object with it under 'config'), or a Hugging Face id (only "
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--quantization",
         metavar="METHOD",
-        help="SGLang's flag: the method that the checkpoint states, or one that SGLang makes of it as it loads",
+        help="SGLang's flag: the checkpoint's method, or one that SGLang applies while loading",
     )
     work.add_argument("--speculative", action="store_true", help="load the model's draft layers (NEXTN)")
     work.add_argument(
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stream-buffer-gb",
         type=_option("stream_buffer_gb"),
         metavar="auto|GB",
-        help=f"{flag_name('stream_buffer_gb')}: GiB per rank for stream buffers, or 0; auto (default): two if they fit",
+        help=f"{flag_name('stream_buffer_gb')}: GiB of stream buffers per rank, or 0; auto (default): two if they fit",
     )
     kept.add_argument(
         PLE_FLAG,
@@ -127,7 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SGLang's flag: keep the n-gram tables of Qwen4-Exp in host RAM (default: SGLang's choice)",
     )
     kept.add_argument("--ple-offload-backend", choices=tuple(BACKENDS), default="pinned", help="SGLang's flag: where to")
-    kept.add_argument("--lookup-tables", choices=TABLES, default="vram", help=f"{TABLES_FLAG}: where to keep those of LongCat")
+    kept.add_argument(
+        "--lookup-tables", choices=TABLES, default="vram", help=f"{TABLES_FLAG}: where to keep LongCat's n-gram tables"
+    )
     kept.add_argument("--chunked-prefill-size", type=_count, help="default: SGLang's choice")
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument(
@@ -212,7 +214,7 @@ def _say_flags(result: Plan) -> int:
 
 
 def _table_problem(args: argparse.Namespace, model: ModelShape) -> str:
-    """Why a launch with these flags would be refused, "" if it would not."""
+    """Why a launch with these flags would be refused; "" if it would not."""
     if args.ple_offload_embedding and PLE_CLASS not in model.architectures:
         return f"{PLE_FLAG}: SGLang accepts it for {PLE_CLASS} only"
     if args.lookup_tables == "host" and not any(table.is_in(MANAGED) for table in model.tables):
@@ -262,7 +264,7 @@ def _count(text: str) -> int:
 
 
 def _number(most: float, zero: bool = False) -> Callable[[str], float]:
-    """Above 0, or from it on."""
+    """A reader of numbers above 0, or from 0 if ``zero``, up to ``most``."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -274,7 +276,7 @@ def _number(most: float, zero: bool = False) -> Callable[[str], float]:
 
 
 def _option(name: str) -> Callable[[str], Any]:
-    """As the flag or option of a launch takes it."""
+    """A reader of values as a launch's flag or option ``name`` takes them."""
 
     def read(text: str) -> Any:
         try:

@@ -1,8 +1,8 @@
 """The ``replay`` command: replays a routing trace through the shipped policy and the baselines, as a table or JSON.
 
-``--slots`` shows how to split the VRAM between residents and slots; ``--into`` stores the best split in a profile.
-``--draft-acceptance`` shows what each number of draft tokens reads for each token that is kept. For a trace with guesses, the
-table of the policies is followed by how many of their misses these foresee.
+``--slots`` compares splits of VRAM between residents and slots; ``--into`` stores the best split in a profile.
+``--draft-acceptance`` shows how much each number of draft tokens reads per kept token. For a trace with guesses, a second table
+shows how many of the misses they foresee.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
 MAX_BATCH = 4096
-"""More requests than a server runs at once. Each one takes memory in every step of the replay, idle or not."""
+"""More requests than a server runs at once. Each takes memory in every step of the replay, even when idle."""
 MAX_DRAFTS = 64
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Limits of --link-gbps, --expert-mib and --step-ms: beyond any hardware, and they keep results finite and in whole bytes."""
+"""Limits of --link-gbps, --expert-mib and --step-ms: beyond any hardware, but results stay finite and whole bytes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-acceptance",
         metavar="P1,P2,...",
-        help="print what each number of draft tokens reads and takes for each token that is kept. Pi: the share of i-th draft "
-        "tokens that are accepted, of those whose predecessors were",
+        help="print the bytes and time per kept token for each number of draft tokens. Pi: the share of i-th draft tokens that "
+        "are accepted if their predecessors were",
     )
     parser.add_argument(
         "--step-ms",
         type=float,
-        help="with --draft-acceptance: milliseconds of a step beside its reads over the link, the same for each number "
-        "(default: the link alone)",
+        help="with --draft-acceptance: milliseconds of a step besides its reads over the link (default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -118,7 +117,7 @@ def _replay(args: argparse.Namespace, trace: Trace, scored: Scope) -> Found:
 
 
 def _lookahead(args: argparse.Namespace, trace: Trace, scored: Scope) -> list[Foreseen]:
-    """Of the policies that bring experts; nothing for a trace without guesses."""
+    """Results for the policies that fetch experts; empty for a trace without guesses."""
     from sglang_uvm_offload.replay.lookahead import foreseen
 
     found: list[Foreseen] = []
@@ -163,7 +162,7 @@ def _scope(args: argparse.Namespace, trace: Trace) -> Scope:
 
 
 def _setting(args: argparse.Namespace, scored: Scope) -> tuple[float, int, float, float, int]:
-    """The arguments of ``replay`` and ``slot_splits`` after the trace and the policy."""
+    """The arguments that ``replay`` and ``slot_splits`` share."""
     return args.residency, args.batch, args.warmup_fraction, scored.link_gbps, scored.expert_bytes
 
 
@@ -174,7 +173,7 @@ def _progress(text: str) -> None:
 
 
 def described(scored: Scope) -> str:
-    """What was scored, and what was assumed."""
+    """The scored part of the trace, and the assumptions."""
     link, expert = ("assumed; {} gives it" if yes else "as given" for yes in (scored.link_assumed, scored.expert_bytes_assumed))
     return "\n".join(
         [
@@ -225,7 +224,7 @@ def _put_into(args: argparse.Namespace, found: Sequence[Split]) -> None:
 
 
 def problems(args: argparse.Namespace) -> list[str]:
-    """The problems of the flags."""
+    """What is wrong with the flags."""
     amount = f"({SMALLEST:g} to {LARGEST:g})"
     checks = [
         ("--residency", args.residency, 0 <= args.residency <= 1, "must be 0..1"),

@@ -1,5 +1,5 @@
-"""One input of the planner, and what ranks do with it: the numbers that a rank of a launch measures are estimated here, and
-divided by the same ``residency.budget``."""
+"""One planning case: estimates the numbers that each rank of a launch would measure, and divides its memory with
+``residency.budget``, as a launch does."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _N = flag_name("num_resident")
 
 @dataclasses.dataclass(frozen=True)
 class Case(RankWeights):
-    """Methods with a ``stage`` are about one rank of that pipeline stage."""
+    """A method that takes a ``stage`` returns figures for one rank of that pipeline stage."""
 
     num_resident: int | None = None
-    """Residents of a layer, None for the most that fit."""
+    """Resident experts per layer; None: as many as fit."""
     quantization: str | None = None
     """``--quantization`` as given, None without the flag."""
 
@@ -49,23 +49,24 @@ class Case(RankWeights):
 
     @cached_property
     def division(self) -> Division:
-        """Raises ``FlagError``, as the ranks of a launch do, and for a number that leaves the KV cache too little."""
+        """How VRAM is divided. Raises ``FlagError`` as a launch's ranks do, and if given residents leave too little KV
+        cache."""
         if self.num_resident is not None and (most := self._most_beside_cache()) < self.num_resident:
             slots = self.asked.slots.asked
             beside = f" beside {slots} slots" if slots else ""
-            most_do = f"at most {most} residents{beside} do" if most >= 0 else f"no number of residents{beside} does"
-            most_do = ONE_MEMORY if self.machine.one_memory else most_do
+            most_fit = f"at most {most} residents{beside} fit" if most >= 0 else f"no number of residents{beside} fits"
+            most_fit = ONE_MEMORY if self.machine.one_memory else most_fit
             raise FlagError(
                 [
                     f"{_N} {self.num_resident}: leaves no room for a KV cache of {self.kv_tokens} tokens "
-                    f"({self.asked.demand}); {most_do}"
+                    f"({self.asked.demand}); {most_fit}"
                 ]
             )
         return divide(self.asked, self.ranks)
 
     def _most_beside_cache(self) -> int:
-        """The residents beside which VRAM holds the KV cache, with the slots and the stream buffers that are asked for; -1 if
-        not even none."""
+        """The most residents that fit in VRAM next to the KV cache and the requested slots and stream buffers; -1 if even 0 do
+        not."""
         given, slots = self.asked.stream_gb, self.asked.slots.asked or 0
         largest = max(rank.buffer_with(slots) for rank in self.ranks)
         most = most_residents(slots, buffers_in(given, largest) if given else 0, self.ranks)
@@ -79,7 +80,7 @@ class Case(RankWeights):
             return False
 
     def number_problems(self) -> list[str]:
-        """Why the model cannot have the given residents, or slots with them."""
+        """Why the model cannot have this many residents or slots."""
         given, experts = self.num_resident, self.model.num_experts
         if given is None:
             return []
@@ -102,13 +103,13 @@ class Case(RankWeights):
 
     @cached_property
     def ranks(self) -> list[RankBudget]:
-        """All of the machine. Those of a pipeline stage differ by their experts alone."""
+        """All ranks of the machine. Ranks of one pipeline stage differ only in their experts."""
         p = self.parallel
         return [rank for stage in range(p.pp) for ep_rank in range(p.ep) for rank in [self._rank(stage, ep_rank)] * self._alike]
 
     @property
     def _alike(self) -> int:
-        """Ranks that hold the same layers and experts."""
+        """The number of ranks that hold the same layers and experts."""
         return self.parallel.moe_tp * self.parallel.replicas
 
     def _rank(self, stage: int, ep_rank: int) -> RankBudget:
@@ -132,13 +133,13 @@ class Case(RankWeights):
         )
 
     def _draft_host_bytes(self, residents: int) -> int:
-        """Host RAM of the draft layers' offloaded experts, over all ranks."""
+        """Host RAM that the draft layers' offloaded experts take on all ranks together."""
         return self._alike * sum(self.draft_sizes(rank).offloaded[residents] for rank in range(self.parallel.ep))
 
     # Streaming
 
     def stream_tokens(self, residents: int, slots: int) -> int:
-        """From how many tokens on prefill streams."""
+        """The smallest prefill step that streams, in tokens."""
         if self.reserve.stream_tokens is not None:
             return self.reserve.stream_tokens
         rates = stream_rates(self.machine, self.parallel, self.assumed)
@@ -149,14 +150,14 @@ class Case(RankWeights):
         return Stream(division.buffers, tokens, self.streams_into_slots(division))
 
     def streams_into_slots(self, division: Division) -> bool:
-        """Whether prefill that streams brings experts into slots, and not into buffers."""
+        """Whether streaming prefill copies experts into slots rather than buffers."""
         return self.reserve.stream_gb != 0 and all(rank.experts.streams_into(division.slots) for rank in self.ranks)
 
     # The KV cache
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Tokens of KV cache that a rank needs."""
+        """KV cache tokens that a rank needs."""
         return self.workload.tokens_of_rank(self.parallel)
 
     def kv_token_bytes(self, stage: int) -> float:
@@ -166,12 +167,12 @@ class Case(RankWeights):
         return kv.pool_bytes(self.stages[stage], self.parallel.attn_tp, itemsize) + drafts
 
     def kv_bytes(self, stage: int) -> int:
-        """The KV cache that the workload needs, the states of its requests, and the table of each request's slots."""
+        """Bytes for the workload's KV cache, request states, and per-request tables of cache slots."""
         return int(self.kv_tokens * self.kv_token_bytes(stage)) + self._state_bytes(stage) + self._request_tables
 
     @property
     def _request_tables(self) -> int:
-        """4 bytes a token of context."""
+        """Bytes of the per-request tables: 4 per token of context."""
         return 4 * self._requests * self.workload.context_length
 
     @property
@@ -179,7 +180,8 @@ class Case(RankWeights):
         return self.workload.requests_of_rank(self.parallel)
 
     def _state_bytes(self, stage: int) -> int:
-        """SGLang divides what it has between states and cache at a fixed ratio, and keeps several states of each request."""
+        """Bytes of the request states. SGLang splits memory between states and cache at a fixed ratio, and keeps several states
+        per request."""
         one = self.model.kv.state_bytes(self.stages[stage], self.parallel.attn_tp)
         cache = self.kv_tokens * self.kv_token_bytes(stage)
         least = (STATES_OF_REQUEST * self._requests + 1) * one
@@ -188,7 +190,7 @@ class Case(RankWeights):
     # What a division takes
 
     def rank(self, stage: int, division: Division) -> RankMemory:
-        """The rank of a stage that takes most VRAM, and the host RAM of that with most offloaded."""
+        """The memory of the stage's rank that uses most VRAM, with the host RAM of the rank that offloads most."""
         n, slots = division.num_resident, division.slots
         each = len(self.ranks) // self.parallel.pp
         sizes = [rank.experts for rank in self.ranks[stage * each : (stage + 1) * each]]
@@ -210,8 +212,8 @@ class Case(RankWeights):
         )
 
     def host_need(self, division: Division, after_moves: bool = False) -> HostNeed:
-        """Of all ranks, and the margin that offloading leaves free. ``after_moves``: the most that it may grow to, because
-        promoted experts keep their host pages."""
+        """Host RAM that all ranks need, with the margin that offloading leaves free. ``after_moves``: the maximum it may grow
+        to, because promoted experts keep their host pages."""
         n, experts = division.num_resident, self.model.num_experts
         n = 0 if after_moves and 0 < n < experts else n
         drafts = 0 if after_moves and self.draft_residents < experts else self.draft_residents
@@ -226,20 +228,20 @@ class Case(RankWeights):
     # What it reads and computes
 
     def measured_hit_rates(self, division: Division, requests: int) -> HitRates:
-        """What residents and slots serve of measured routing."""
+        """Hit rates of measured routing with this many residents and slots."""
         rows = division.num_resident + division.slots
         slot_share = division.slots / rows if rows else 0.0
         return hit_rates(self.model.family, requests, rows / self.model.num_experts, slot_share)
 
     def speed_model(self, machine: Machine | None = None) -> SpeedModel:
-        """Of this machine, or another."""
+        """The speed model on this machine, or on another one."""
         return SpeedModel(
             *(self.model.num_experts, self.model.top_k, self.costs, machine or self.machine, self.parallel, self.assumed)
         )
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """One for each pipeline stage."""
+        """The cost of each pipeline stage."""
         return tuple(self._costs())
 
     def _costs(self) -> Iterator[StageCost]:
@@ -251,7 +253,7 @@ class Case(RankWeights):
         for stage, indices in enumerate(self.stages):
             layers = self.decoder_layers(stage)
             embedding = self.embedding_bytes if stage == 0 and model.head else 0
-            # Drafts are computed where the last layer is, and read the head for each token that they draft.
+            # The last stage computes the drafts, and reads the LM head for each drafted token.
             drafting = self.drafts() if stage == p.pp - 1 else ()
             yield StageCost(
                 layers=len(layers),
@@ -272,5 +274,5 @@ class Case(RankWeights):
             )
 
     def _draft_bytes(self, layer: LayerShape) -> int:
-        """The weights of a draft layer other than its routed experts, on one rank."""
+        """Bytes of a draft layer without its routed experts, on one rank."""
         return self.attention_bytes(layer) + -(-layer.feed_forward // self.parallel.tp) + layer.replicated

@@ -1,5 +1,5 @@
-"""Whether drafts cost more than they bring. A step that verifies k tokens of a request activates up to k times as many experts,
-and reads those that are offloaded over the link, also for the tokens that are then rejected."""
+"""Whether speculative decoding costs more than it gains. A step that verifies k tokens per request activates up to k times as
+many experts, and reads the offloaded ones over the link even for tokens that are then rejected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_uvm_offload.residency.budget import Division
 
 
 def draft_note(case: Case, division: Division) -> str:
-    """One line if drafts are predicted to slow decoding, for one request or for all; else empty. Where the machine's rates are
-    unknown (0), if they are predicted to read more over the link for each token."""
+    """A one-line warning if drafts are predicted to slow decoding, for one request or for all; else "". If the machine's rates
+    are unknown (0), a warning if drafts are predicted to read more bytes over the link per token."""
     for requests in sorted({1, case.workload.requests}):
         drafting, plain = (_decoding(case, division, requests, drafts) for drafts in (case.workload.draft_tokens - 1, 0))
         if reason := _worse(case, drafting, plain):
@@ -32,15 +32,15 @@ def _worse(case: Case, drafting: Speed, plain: Speed) -> str:
     speed = f": {drafting.decode_tokens_s:.1f} tokens a second, and {plain.decode_tokens_s:.1f} without them" if known else ""
     counted = f"{drafting.requests} concurrent request{'s' if drafting.requests > 1 else ''}"
     return (
-        f"drafts are predicted to cost more than they bring with this residency and {counted}{speed}; {cost} (assumed: "
+        f"drafts are predicted to cost more than they gain with this residency and {counted}{speed}; {cost} (assumed: "
         f"{accepted:g} of {draft_tokens} verified tokens are kept, and the lowest measured hit rate, {drafting.hit_rate:.0%}); "
         "serve without --speculative-algorithm, verify fewer tokens, or keep more experts resident"
     )
 
 
 def draft_speeds(case: Case, division: Division, hit_rate: float | None = None) -> tuple[DraftSpeed, ...]:
-    """Decoding with each number of draft tokens from none to the workload's, for one request and for all. The machine's rates
-    must be known. ``hit_rate``: default: the lowest measured one."""
+    """Decode speeds with 0 draft tokens up to the workload's number, for one request and for all. The machine's rates must be
+    known. ``hit_rate`` defaults to the lowest measured one."""
     found = []
     for requests in sorted({1, case.workload.requests}):
         for drafts in range(case.workload.draft_tokens):
@@ -50,7 +50,7 @@ def draft_speeds(case: Case, division: Division, hit_rate: float | None = None) 
 
 
 def fastest_drafts(speeds: Sequence[DraftSpeed]) -> list[str]:
-    """A line for each number of requests, with the number of draft tokens that is fastest."""
+    """One line per number of requests, naming the fastest number of draft tokens."""
     lines = []
     for requests, group in groupby(speeds, key=lambda speed: speed.requests):
         each = list(group)
@@ -68,8 +68,8 @@ def _accepted(case: Case) -> float:
 
 
 def _kept(case: Case, drafts: int) -> float:
-    """Tokens that a step keeps of a request: as many as are assumed with the workload's number of draft tokens, each of which
-    is taken to be kept as often as the one before it."""
+    """Tokens per request that a step with ``drafts`` draft tokens keeps. Every draft token has the same acceptance rate, chosen
+    to match the assumed tokens at the workload's number of draft tokens."""
     low, high = 0.0, 1.0
     for _ in range(60):
         share = (low + high) / 2

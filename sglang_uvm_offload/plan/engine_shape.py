@@ -1,7 +1,7 @@
-"""The shape of a model by its class in the SGLang that is installed, from its config.json alone.
+"""A model's shape according to its class in the installed SGLang, from its config.json alone.
 
-``plugin.meta.program`` builds the model, in a process of its own: this one imports neither SGLang nor torch. That takes some
-seconds, so the shape is kept in the user's cache, for the same configuration, the same arguments and the same SGLang.
+``plugin.meta.program`` builds the model in a separate process; this one imports neither SGLang nor torch. That takes seconds,
+so the user's cache keeps the shape, keyed by configuration, arguments and SGLang version.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ PROGRAM = "sglang_uvm_offload.plugin.meta.program"
 BESIDE = "hf_quant_config.json"
 """Where ModelOpt states a quantisation that the config.json next to it may not state."""
 FOLDER = "shapes"
-"""Where shapes are kept."""
+"""The cache folder for shapes."""
 MOST_SECONDS = 300
 FORMAT = 3
-"""Of what the program prints: another number for other contents."""
+"""The version of the program's output format. Raise it when the contents change."""
 LONGEST_REASON = 300
 PROGRESS = "asking SGLang's class for the model's shapes; kept for the next time"
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_IN_ALL = 4096, 1 << 16, 1 << 18
-"""Far beyond any model: a config beyond these is broken, and loops over its counts would take minutes, or not end."""
+"""Far beyond any model. A config beyond these is broken, and looping over its counts would take minutes or never end."""
 _failed: dict[str, str] = {}
 
 
@@ -54,12 +54,12 @@ def shape_of(path: Path, name: str | None = None, **given: str | None) -> ModelS
 
 
 def shapes_of(paths: Mapping[str, Path], **given: str | None) -> list[ModelShape]:
-    """The same for several models, by the names to show: SGLang starts once for those that are not in the cache."""
+    """The same for several models, keyed by the names to show. SGLang starts once for all that are not cached."""
     return _shapes({name: _files(path) for name, path in paths.items()}, given)
 
 
 def shape_of_config(name: str, config: Mapping[str, Any], **given: str | None) -> ModelShape:
-    """The same of the contents of a config.json."""
+    """The same for the contents of a config.json."""
     _check(config)
     (shape,) = _shapes({name: {"config.json": json.dumps(config)}}, given)
     return shape
@@ -72,7 +72,7 @@ def _shapes(files: Mapping[str, Mapping[str, str]], given: Mapping[str, str | No
 
 
 def launched_as(path: Path) -> str:
-    """What a launch calls the model at ``path``: of a config.json, its folder."""
+    """The name by which a launch gives the model at ``path``: for a config.json, its folder."""
     if path.suffix == ".json" and path.name != "config.json" and isinstance(name := read_json(path).get("name"), str) and name:
         return name
     return str(path.parent if path.name == "config.json" else path)
@@ -93,7 +93,7 @@ def _files(path: Path) -> dict[str, str]:
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers that take SGLang for ever."""
+    """Refuse layer counts that would keep SGLang busy forever."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in _LAYERS:
             if isinstance(value := part.get(name), (int, float)) and not 0 < value <= _MOST_LAYERS:
@@ -101,7 +101,7 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _check_known(config: Mapping[str, Any]) -> None:
-    """Refuse at once what no SGLang, or this one, has a class for."""
+    """Refuse at once a model that the installed SGLang has no class for."""
     if not (version := _version()):
         raise CheckpointError("SGLang is not installed: a model's shapes are those of its class in SGLang")
     named, model_type = config.get("architectures"), config.get("model_type")
@@ -115,7 +115,7 @@ def _check_known(config: Mapping[str, Any]) -> None:
 
 
 def _version() -> str:
-    """Of SGLang, "" without it."""
+    """SGLang's version; "" if it is not installed."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _version() -> str:
 
 
 def _printed(asked: Sequence[Mapping[str, str]]) -> list[bytes]:
-    """What the program prints for each, from the cache if it is there. An error is kept in this process alone: it may pass."""
+    """The program's output for each, from the cache if possible. Errors may be temporary, so only this process keeps them."""
     keys = [_key(files) for files in asked]
     known = {key: line for key in keys if (line := _kept(key)) is not None}
     missing = {key: files for key, files in zip(keys, asked, strict=True) if key not in known | _failed}
@@ -149,7 +149,7 @@ def _refusal(printed: Mapping[str, str]) -> CheckpointError:
 
 
 def _shape(line: bytes) -> ModelShape:
-    """Raises ``CheckpointError`` for a model that SGLang builds, and none can be."""
+    """Raises ``CheckpointError`` for an impossible model that SGLang builds all the same."""
     shape = msgspec.json.decode(line, type=ModelShape)
     layers, experts = shape.num_layers + len(shape.draft_layers), shape.num_experts
     if experts > _MOST_EXPERTS or layers * experts > _MOST_IN_ALL:
@@ -163,25 +163,25 @@ def _shape(line: bytes) -> ModelShape:
 
 
 def _key(files: Mapping[str, str]) -> str:
-    """Of what the program prints for ``files``."""
+    """The cache key of the program's output for ``files``."""
     text = json.dumps([FORMAT, _version(), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _kept(key: str) -> bytes | None:
-    """None also for what is damaged: it is made anew."""
+    """The cached output; None if it is missing or damaged, and must be made again."""
     with contextlib.suppress(OSError):
         return cache.sealed(cache.private_folder(FOLDER) / key)
     return None
 
 
 def _keep(key: str, line: bytes) -> None:
-    with contextlib.suppress(OSError):  # then the next plan takes as long
+    with contextlib.suppress(OSError):  # the next plan then takes as long
         cache.seal(cache.private_folder(FOLDER) / key, line)
 
 
 def _run(asked: Sequence[Mapping[str, str]]) -> list[bytes]:
-    """A line for each."""
+    """One output line per model."""
     print(PROGRESS, file=sys.stderr, flush=True)
     limit = MOST_SECONDS * len(asked)
     with tempfile.TemporaryDirectory() as parent:

@@ -19,7 +19,7 @@ CPU_ENGINES = (
 )
 """Shares of the host memory's nominal rate that published decode speeds imply (benchmarks/results/published/published.md)."""
 
-TRAFFIC = "other traffic: residents chosen on other traffic than is served; lowest and highest: on traffic like it."
+TRAFFIC = "other traffic: the residents were chosen on other traffic; lowest and highest: on similar traffic."
 
 
 def explanation(plan: Plan) -> list[str]:
@@ -32,7 +32,7 @@ def explanation(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> str:
-    """What takes the memory of a GPU, in parts that sum up to it. One column per pipeline stage; equal stages share one."""
+    """The parts of a GPU's memory, which sum up to its total. One column per pipeline stage; equal stages share a column."""
     columns: list[tuple[str, RankMemory]] = []
     for rank in plan.ranks:
         same = columns and dataclasses.replace(rank, stage=0) == dataclasses.replace(columns[-1][1], stage=0)
@@ -68,7 +68,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _tables(plan: Plan) -> str:
-    """Where the tables are of which a token reads a few rows."""
+    """Where the lookup tables are kept."""
     taken = f", which take {size(plan.tables_host)} of it" if plan.tables_host else ""
     return f"{size(plan.table_bytes)}, in {plan.tables_in}{taken}"
 
@@ -98,7 +98,7 @@ def _basis(plan: Plan) -> str:
         *_hit_rates(plan.speeds),
         f"{_over_link(plan)}; VRAM rate {machine.hbm_gbps:g} GB/s x "
         f"{a.hbm_efficiency}; {machine.tflops:g} TFLOPS x {a.compute_efficiency}",
-        *([f"worst published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
+        *([f"slowest published read rate {link.slowest:g} GB/s: {link.slowest_source}"] if link and link.slowest else []),
         f"rates: {machine.source}",
         *_cpu_engine(plan),
         f"assumed: {', '.join(f'{name} {value}' for name, value in dataclasses.asdict(a).items())}",
@@ -107,7 +107,7 @@ def _basis(plan: Plan) -> str:
 
 
 def _over_link(plan: Plan) -> str:
-    """At which rates experts are read and copied, and why."""
+    """The rates at which experts are read and copied, and what they derive from."""
     machine, a = plan.machine, plan.assumptions
     if machine.measured:
         return f"read rate {machine.measured.scattered:.1f} GB/s, copy rate {machine.measured.copied:.1f} GB/s: measured here"
@@ -120,13 +120,13 @@ def _over_link(plan: Plan) -> str:
 
 
 def _hit_rates(speeds: Sequence[Speed]) -> list[str]:
-    """What each hit rate was measured on, and where that is from."""
+    """The measurement behind each hit rate, and its source."""
     measured = [(speed, speed.measured_on) for speed in speeds if speed.measured_on]
     traces = sorted({trace for _, found in measured for trace in found.traces})
     if not traces:
         return []
     return [
-        "hit rates of measured routing, judged on requests that did not choose the residents (--hit-rate gives your own):",
+        "hit rates of measured routing, on other requests than those that chose the residents (--hit-rate takes your own):",
         *(f"  {speed.routing}, {counted(speed.requests, 'request')}: {found.described()}" for speed, found in measured),
         *(f"  from {source_of(trace)}" for trace in traces),
     ]

@@ -23,11 +23,11 @@ class Gpu:
     cited: str
     host_gbps: float = 0.0
     host_gib: int = 0
-    """Host RAM of one GPU where it belongs to the GPU, else 0: assumed, as it is for machines."""
+    """Assumed host RAM per GPU where it belongs to the GPU; else 0."""
     one_memory: bool = False
-    """GPU and CPU have the same memory."""
+    """Whether GPU and CPU share one memory."""
     desktop: bool = False
-    """One or two of them are assumed to be in a desktop computer."""
+    """Whether a machine with one or two of them is assumed to be a desktop."""
 
     @property
     def link_gbps(self) -> float:
@@ -35,7 +35,7 @@ class Gpu:
 
     @property
     def source(self) -> str:
-        """Of the rates."""
+        """The source of the rates."""
         return f"{self.cited}; link: {self.link.source}"
 
 
@@ -103,18 +103,18 @@ _ALIASES = {
     **{"H100-80GB": "H100", "H200-141GB": "H200", "SPARK": "GB10", "DGX-SPARK": "GB10"},
     **{"RTX-A6000": "A6000", **{f"RTX{sign}{card}": card for sign in ("", "-") for card in ("3090", "4090", "5090")}},
 }
-"""Other names of ``GPUS``."""
+"""Aliases of ``GPUS`` keys."""
 
 
 def kind_of(name: str) -> str | None:
-    """The key of ``GPUS`` for a name in any case."""
+    """The key of ``GPUS`` for a name; case does not matter."""
     name = name.upper().replace("_", "-")
     kind = _ALIASES.get(name, name)
     return kind if kind in GPUS else None
 
 
 def known_gpu(name: str, nbytes: int) -> Gpu | None:
-    """The figures of the GPU that the driver names; where a kind has several sizes, the nearest."""
+    """The GPU for the driver's name; of kinds with several memory sizes, the closest."""
     words = re.split(r"\W+", name)
     same = [gpu for kind, gpu in GPUS.items() if kind.split("-")[0] in words]
     return min(same, key=lambda gpu: abs((gpu.memory_mib << 20) - nbytes), default=None)

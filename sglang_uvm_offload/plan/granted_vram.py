@@ -1,4 +1,4 @@
-"""One input of the planner, and the VRAM that SGLang grants a rank for weights and KV cache."""
+"""One planning case, and the VRAM that SGLang grants a rank for weights and KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 
 @dataclasses.dataclass(frozen=True)
 class GrantedVram:
-    """``case.Case`` as far as it asks for nothing yet."""
+    """The part of ``case.Case`` that sets a rank's budget."""
 
     model: ModelShape
     machine: Machine
@@ -27,9 +27,9 @@ class GrantedVram:
     assumed: Assumptions = dataclasses.field(default_factory=Assumptions)
     slots: Slots = NO_SLOTS
     tables_in: str = VRAM
-    """Where SGLang keeps lookup tables that it can keep there."""
+    """Where lookup tables are kept, if SGLang can keep them there."""
     block_bytes: int = BLOCK_BYTES
-    """The memory backend's unit of residency."""
+    """The memory backend's residency granularity, in bytes."""
 
     @cached_property
     def defaults(self) -> sglang_memory.Defaults:
@@ -50,28 +50,28 @@ class GrantedVram:
 
     @property
     def taken_before_loading(self) -> int:
-        """VRAM that the server's processes take before they load the model."""
+        """VRAM that the server's processes take before the model loads."""
         return int((self.assumed.context_gib + (self.assumed.collectives_gib if self.parallel.ranks > 1 else 0)) * GIB)
 
     @property
     def free_vram(self) -> int:
-        """Of one GPU, before the server's processes start. An integrated one has what is available of the host's memory, as
-        SGLang sees it (``get_available_gpu_memory``)."""
+        """Free VRAM of one GPU before the server starts. For an integrated GPU, the host's available memory, as in SGLang's
+        ``get_available_gpu_memory``."""
         free, machine = self.reserve.free_vram_bytes, self.machine
         free = machine.vram_bytes if free is None else free
         return min(free, machine.pool_bytes) if machine.one_memory else free
 
     @cached_property
     def budget(self) -> int:
-        """Bytes for weights and KV cache on a rank: the static fraction, less the headroom, of what is free before loading. At
-        least 0: on a small GPU both factors may be negative."""
+        """Bytes for weights and KV cache on a rank: the static fraction of the VRAM that is free before loading, minus the
+        headroom. At least 0, because both factors may be negative on a small GPU."""
         free = self.free_vram
         granted = self.fraction - self.reserve.headroom_gb * GIB / self.machine.vram_bytes
         return max(0, int(max(0, free - self.taken_before_loading) * max(0.0, granted)))
 
     @property
     def vram(self) -> Vram:
-        """How a GPU is divided. A share that the GPU does not have is cut off."""
+        """How a GPU is divided. Parts that exceed the GPU's memory are cut off."""
         total = self.machine.vram_bytes
         free = min(self.free_vram, total)
         runtime = min(self.taken_before_loading, free)

@@ -1,8 +1,7 @@
 """The config.json of a model on the Hugging Face Hub.
 
-``huggingface_hub``, which SGLang brings, downloads it (in ``hub_program``, which is ended if it takes too long), and keeps it
-in its cache.
-"""
+``huggingface_hub``, a dependency of SGLang, downloads it and keeps it in its cache. It runs in ``hub_program``, which is
+stopped if it takes too long."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
 PROGRAM = "sglang_uvm_offload.plan.hub_program"
 SECONDS = 60
-"""How long the Hub may take to send a small file or two."""
+"""The time limit for the Hub to send one or two small files."""
 
 
 class Unseen(CheckpointError):
-    """What cannot be read from the Hub: the network is gone, offline mode is on, the model is gated or has no such file."""
+    """The Hub cannot be read: no network, offline mode, a gated model, or no such file."""
 
 
 def is_id(name: str) -> bool:
@@ -31,7 +30,7 @@ def is_id(name: str) -> bool:
 
 
 def snapshot(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """The folder of what was downloaded of a model, complete or not; None without any."""
+    """The folder of a model's downloaded files, complete or not; None if there are none."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -42,7 +41,7 @@ def snapshot(name: str, revision: str | None, cache: str | None) -> Path | None:
 
 
 def offline() -> bool:
-    """Whether the user forbids ``huggingface_hub`` the network, so that what is downloaded is all there is."""
+    """Whether the user has set ``huggingface_hub`` to offline mode."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -73,7 +72,7 @@ def config_file(name: str, revision: str | None = None) -> Path:
 
 
 def unread(name: str, reason: str) -> Unseen:
-    """With what to do instead."""
+    """The error, with what to do instead."""
     return Unseen(
         f"{name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ({reason}); "
         f"run hf download {name} config.json --local-dir DIR where that works, and give DIR/config.json"

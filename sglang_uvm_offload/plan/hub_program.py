@@ -1,7 +1,7 @@
-"""A program that downloads a model's config.json from the Hugging Face Hub, and prints its path as JSON:
+"""A program that downloads a model's config.json from the Hugging Face Hub and prints its path as JSON:
 ``NAME REVISION CACHE``, with "" for the default revision.
 
-It runs as a process of its own, which ``hub`` can end: a server may send without end, and slowly.
+It runs as a separate process, which ``hub`` can stop: a server may send slowly and without end.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def config(name: str, revision: str | None) -> str:
 
 
 def _states_quantization(config: dict[str, Any]) -> bool:
-    """In one of SGLang's places (``resolve_checkpoint_quant_spec``)."""
+    """Whether the config has the entry where SGLang looks for it (``resolve_checkpoint_quant_spec``)."""
     text = config.get("text_config")
     parts = [config, text if isinstance(text, dict) else {}]
     return any(part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of what went wrong."""
+    """The first sentence of the error."""
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"it is larger than {MAX_JSON_BYTES >> 20} MiB"
     sentence = " ".join(str(error).split()).partition(". ")[0]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes per value of a ``--kv-cache-dtype``. ``auto`` is the model's own two-byte type; SGLang may choose a smaller one."""
 DTYPES = tuple(name for name in DTYPE_BYTES if name != "float16")
-"""Those that SGLang's flag takes."""
+"""The values that SGLang's flag takes."""
 
 WINDOW_RATIO = 0.8
-"""The default of ``--swa-full-tokens-ratio``: slots of a sliding-window layer for each slot of a full one."""
+"""The default of ``--swa-full-tokens-ratio``: capacity of a sliding-window layer relative to a full one."""
 
 STATE_SHARE, STATES_OF_REQUEST = 0.9, 5
-"""SGLang's default of ``--mamba-full-memory-ratio``, memory of states by that of the KV cache, and how many states it keeps
-of a request: three for its radix cache, and two in the extra buffer that it has on GPUs (``_calculate_mamba_ratio``)."""
+"""SGLang's default of ``--mamba-full-memory-ratio`` (memory of states relative to the KV cache), and its states per request:
+three for the radix cache, and two in the extra buffer on GPUs (``_calculate_mamba_ratio``)."""
 
 INDEX_BLOCK = 128
 """Index keys that share a scale of four bytes (``DSATokenToKVPool.quant_block_size``)."""
@@ -32,23 +32,23 @@ class KvShape:
     rope: int = 0
     index_dim: int = 0
     index_topk: int = 0
-    """The number of tokens that sparse attention reads, selected by the index keys of all."""
+    """The number of tokens that sparse attention selects by index keys and reads."""
     shared_index_layers: frozenset[int] = frozenset()
-    """Decoder layers that read what the layer before selected, and have no index keys."""
+    """Decoder layers without index keys, which reuse the previous layer's selection."""
     window_layers: frozenset[int] = frozenset()
     """Decoder layers that keep only ``window`` tokens of a request."""
     window: int = 0
     window_heads: int = 0
     window_dim: int = 0
-    """Of these layers, where they differ: heads, and elements of a head's key and value together."""
+    """Heads of the window layers, and elements of one head's key plus value, if they differ from the other layers'."""
     state_layers: frozenset[int] = frozenset()
-    """Decoder layers with linear attention or Mamba, which keep a state for each request and no keys."""
+    """Decoder layers with linear attention or Mamba, which keep one state per request and no keys."""
     empty_layers: frozenset[int] = frozenset()
     """Decoder layers without attention, which keep nothing."""
     layer_state_bytes: int = 0
-    """The state of one request in one of ``state_layers``, undivided."""
+    """Bytes of one request's state in one state layer, before ranks divide it."""
     attentions: int = 1
-    """Caches of one decoder layer: LongCat's have two."""
+    """Caches per decoder layer; two for LongCat."""
 
     def layer_bytes(self, attn_tp: int, itemsize: int) -> int:
         """Bytes for one token in one layer on one rank, if ``attn_tp`` ranks share the attention. Each rank holds at least one
@@ -63,7 +63,7 @@ class KvShape:
         return main + self._index_bytes()
 
     def window_bytes(self, attn_tp: int, itemsize: int) -> int:
-        """The same in a layer with a window."""
+        """Bytes for one token in a sliding-window layer on one rank."""
         if not self.window_heads:
             return self.layer_bytes(attn_tp, itemsize)
         return -(-self.window_heads // attn_tp) * self.window_dim * itemsize
@@ -89,11 +89,11 @@ class KvShape:
         return one * full * context + windowed * self.window_bytes(attn_tp, itemsize) * min(context, self.window)
 
     def state_bytes(self, layers: range, attn_tp: int) -> int:
-        """Bytes of the state that ``layers`` keep of one request on one rank."""
+        """Bytes of one request's state in ``layers`` on one rank."""
         return len(self.state_layers.intersection(layers)) * -(-self.layer_state_bytes // attn_tp)
 
     def _full(self, layers: range) -> int:
-        """How many caches of ``layers`` keep all tokens."""
+        """The number of caches in ``layers`` that keep all tokens."""
         return self.attentions * len(set(layers) - self.window_layers - self.state_layers - self.empty_layers)
 
     def _index_bytes(self) -> int:

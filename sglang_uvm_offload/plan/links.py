@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """``rate``: of a copy engine over PCIe, below the nominal rate; of NVLink-C2C, the nominal rate of one direction.
-    ``slowest``: the worst published rate of a machine of this kind, 0 if none was found. Each with its ``source``."""
+    """``rate``: a copy engine's rate over PCIe, which is below nominal, or NVLink-C2C's nominal rate in one direction.
+    ``slowest``: the slowest published rate of a machine of this kind; 0 if none was found. Each has its ``source``."""
 
     rate: float
     slowest: float

@@ -1,4 +1,4 @@
-"""Large tables of which a token reads a few rows: embeddings by n-gram, and where SGLang 0.5.23 keeps them."""
+"""Large n-gram embedding tables, of which each token reads a few rows, and where SGLang 0.5.23 keeps them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang_uvm_offload.units import size
 
 VRAM, PINNED, REGISTERED, FILE = "VRAM", "pinned host RAM", "registered host RAM", "a file"
 MANAGED = "managed host RAM"
-"""Where a server keeps tables. PyTorch allocates ``PINNED`` ones, and rounds each up to a power of two
-(``CachingHostAllocator.h``); ``REGISTERED`` ones SGLang maps itself, as large as they are; ``MANAGED`` ones are this plugin's,
-in whole blocks."""
+"""Where a server keeps tables. PyTorch allocates ``PINNED`` tables and rounds each up to a power of two
+(``CachingHostAllocator.h``). SGLang maps ``REGISTERED`` tables at their exact size. This plugin allocates ``MANAGED`` tables in
+whole blocks."""
 
 TABLES_FLAG = flag_name("lookup_tables")
 
@@ -30,13 +30,13 @@ PLE_CLASS = "Qwen4ExpForConditionalGeneration"
 
 @dataclass(frozen=True)
 class Kind:
-    """One sort of tables: its tensors' names in checkpoints and in SGLang, and how ranks divide its rows."""
+    """One kind of table: its tensor names in checkpoints and in SGLang, and how ranks divide its rows."""
 
     names: str
     sharing: str
     """``tp`` or ``attention``: the ranks that share one."""
     places: tuple[str, ...]
-    """Where else than in VRAM a server can keep it."""
+    """Where a server can keep it besides VRAM."""
     offloaded_by: str
 
 
@@ -49,27 +49,27 @@ KINDS = {
     "ngram": Kind(r"(?:ngram_embeddings\.embedders\.\d+|oe_embeder)\.", "attention", (MANAGED,), f"{TABLES_FLAG} host"),
 }
 _WORD = "embed"
-"""In all of these names, and found sooner than they are: a checkpoint has hundreds of thousands of other names."""
+"""Part of all these names, as a quick first filter: a checkpoint has hundreds of thousands of other names."""
 _NAMES = re.compile("|".join(rf"(?P<{kind}>(?:^|\.){each.names})" for kind, each in KINDS.items()))
 
 
 @dataclass(frozen=True)
 class LookupTable:
-    """All tensors of one kind in one decoder layer, or in front of the first one."""
+    """All tensors of one kind in one decoder layer, or before the first layer."""
 
     kind: str
     layer: int
     nbytes: int
 
     def sharers(self, parallel: Parallel) -> int:
-        """The ranks that together hold all of it."""
+        """The number of ranks that together hold the whole table."""
         return parallel.tp if KINDS[self.kind].sharing == "tp" else parallel.attn_tp
 
     def rank_bytes(self, parallel: Parallel) -> int:
         return -(-self.nbytes // self.sharers(parallel))
 
     def is_in(self, place: str) -> bool:
-        """Whether a server that keeps what it can in ``place`` keeps it there."""
+        """Whether a server told to keep tables in ``place`` keeps this one there."""
         return place in (VRAM, *KINDS[self.kind].places)
 
     def vram_bytes(self, place: str, parallel: Parallel) -> int:
@@ -77,7 +77,7 @@ class LookupTable:
         return self.rank_bytes(parallel) if place == VRAM or not self.is_in(place) else 0
 
     def host_bytes(self, place: str, parallel: Parallel) -> int:
-        """Host RAM of the ranks of one replica. A file takes none that others could not have: its pages are a cache."""
+        """Host RAM on the ranks of one replica. A file counts as none, because its pages are reclaimable cache."""
         if place not in (PINNED, REGISTERED, MANAGED) or not self.is_in(place):
             return 0
         if place == REGISTERED:
@@ -87,24 +87,24 @@ class LookupTable:
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of table that a tensor belongs to by its name, None for any other tensor."""
+    """The kind of table that a tensor's name belongs to; None for other tensors."""
     found = _NAMES.search(name) if _WORD in name else None
     return found.lastgroup if found else None
 
 
 def offloaded_by(tables: Iterable[LookupTable]) -> str:
-    """The flag or variable that keeps tables outside of VRAM, "" without any."""
+    """The flag or variable that moves tables out of VRAM; "" without tables."""
     return next((KINDS[table.kind].offloaded_by for table in tables), "")
 
 
 def other_place(tables: Iterable[LookupTable]) -> str:
-    """Where a server keeps these tables if it is told to offload them, without further flags."""
+    """Where a server keeps these tables when told to offload them without further flags."""
     return next((KINDS[table.kind].places[0] for table in tables), VRAM)
 
 
 def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = False) -> str:
-    """What would free the VRAM of tables that a server keeps there, "" without any. ``one_memory``: of GPU and host, so that
-    only a file frees some of it."""
+    """How to free the VRAM that tables take; "" if they take none. ``one_memory``: GPU and host share memory, so only a file
+    frees any."""
     ple = [table for table in tables if FILE in KINDS[table.kind].places]
     if one_memory and ple and place != FILE:
         what = f"the lookup tables take {size(sum(table.nbytes for table in ple))} of the memory that GPU and host share"
@@ -118,7 +118,7 @@ def table_note(tables: Iterable[LookupTable], place: str, one_memory: bool = Fal
 
 
 def table_flags(tables: Iterable[LookupTable], place: str) -> list[str]:
-    """SGLang's flags with which a server keeps these tables in ``place``, where it has flags for that."""
+    """SGLang's flags that keep these tables in ``place``, if it has such flags."""
     if offloaded_by(tables) != PLE_FLAG:
         return []
     if place == VRAM:
@@ -127,7 +127,7 @@ def table_flags(tables: Iterable[LookupTable], place: str) -> list[str]:
 
 
 def table_environment(tables: Iterable[LookupTable], place: str) -> tuple[str, ...]:
-    """The variables, as ``NAME=value``, with which a server keeps these tables in ``place``, where it has no flag for that."""
+    """The variables, as ``NAME=value``, that keep these tables in ``place``, where SGLang has no flag."""
     by_variable = any(table.kind == "engram" and place != VRAM and table.is_in(place) for table in tables)
     return (f"{ENGRAM_VARIABLE}=1",) if by_variable else ()
 

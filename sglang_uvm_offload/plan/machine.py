@@ -1,4 +1,4 @@
-"""A machine to plan for: this one, a preset, or one given by its figures."""
+"""The machine to plan for: this one, a preset, or one described by its figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GIB = 1 << 30
 
 EXAMPLES = ("8xH20", "4x4090", "1xH200", "2xA100-80GB", "1x5090", "1xGH200", "1xSPARK")
 PRESET_HOST_GIB = {"8xH20": 1500, "1xH200": 512}
-"""Host RAM of these machines without ``--host-gb``: assumed; such machines are sold with less and with more."""
+"""Assumed host RAM of these machines without ``--host-gb``. They are sold with less and with more."""
 HOST_GIB_PER_GPU = 128
 DESKTOP_HOST_GIB = 192
-"""The same for other machines, by GPU, and for a desktop: four modules of 48 GB."""
+"""Assumed host RAM per GPU of other machines, and of a desktop (four modules of 48 GB)."""
 DESKTOP_GPUS = 2
-"""More do not fit in a desktop."""
+"""The most GPUs that fit in a desktop."""
 
 DDR5_4800_GBPS = 38.4
 """One channel: 4800 MT/s of 8 bytes."""
@@ -39,54 +39,54 @@ FIGURES = {
     **{"gpus": "gpus", "vram_gb": "vram_bytes", "host_gb": "host_bytes"},
     **{name: name for name in ("link_gbps", "hbm_gbps", "tflops", "host_gbps")},
 }
-"""What describes a machine without a preset, by the names of the flags, and the field of ``Machine`` with each."""
+"""The figures that describe a machine without a preset: flag names, and the ``Machine`` field that each sets."""
 _REQUIRED = [f"--{name.replace('_', '-')}" for name in FIGURES if name != "host_gbps"]
 
 
 class MachineError(ValueError):
-    """An invalid description of a machine. The message names what to give."""
+    """The description of a machine is invalid. The message says what to give."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``gpus`` equal GPUs and the host RAM that they share. Bytes, and 1e9 bytes a second."""
+    """``gpus`` equal GPUs and the host RAM that they share, in bytes and 1e9 bytes per second."""
 
     name: str
     gpus: int
     vram_bytes: int
-    """Total of one GPU, as nvidia-smi shows it."""
+    """Total memory of one GPU, as in nvidia-smi."""
     host_bytes: int
-    """Host RAM that this server may take; for this machine, what is available now."""
+    """Host RAM that the server may use; on this machine, the RAM available now."""
     link_gbps: float
     hbm_gbps: float
     tflops: float
     source: str
     host_gbps: float = 0.0
-    """Nominal rate of all of the host's memory together, 0 if unknown."""
+    """Nominal rate of all host memory together; 0 if unknown."""
     one_memory: bool = False
-    """GPU and CPU have the same memory, so an offloaded expert takes as much of it as a resident one."""
+    """Whether GPU and CPU share one memory, so that an offloaded expert takes as much of it as a resident one."""
     available_bytes: int = 0
-    """Of that one memory, what GPU and CPU may take together; 0: VRAM and host RAM are parts of it that add up."""
+    """The part of that shared memory that GPU and CPU may use together; 0: VRAM plus host RAM."""
     read_gbps: float = 0.0
-    """At which kernels read host memory; 0: a share of ``link_gbps``."""
+    """The rate of zero-copy reads of host memory; 0: a share of ``link_gbps``."""
     link: Link | None = None
-    """What is published of links of this kind; None where ``link_gbps`` is this machine's own."""
+    """Published rates of links of this kind; None if ``link_gbps`` is this machine's own."""
     measured: LinkRates | None = None
-    """What a server has measured of the link while all its GPUs read; ``link_gbps`` is the copy engine's rate then."""
+    """Rates that a server has measured while all its GPUs read; ``link_gbps`` is then the copy engine's rate."""
 
     @property
     def slowest(self) -> Machine | None:
-        """This machine with the worst published rate, None if none is known."""
+        """This machine with the slowest published link of its kind; None if none is known."""
         return dataclasses.replace(self, read_gbps=self.link.slowest, link=None) if self.link and self.link.slowest else None
 
     @property
     def pool_bytes(self) -> int:
-        """What GPUs and host have together where they have one memory."""
+        """The memory that GPUs and host share, where they share one."""
         return self.available_bytes or self.vram_bytes + self.host_bytes
 
 
 def preset(name: str) -> Machine:
-    """The machine named ``8xH20``, or any other count of a known GPU. Raises ``MachineError``, which lists them."""
+    """The machine for a name such as ``8xH20``, a count of a known GPU. Raises ``MachineError``, which lists the known GPUs."""
     match = re.fullmatch(r"(\d{1,3})x([\w-]+)", name, flags=re.IGNORECASE)
     kind = kind_of(match.group(2)) if match else None
     if match is None or kind is None or not int(match.group(1)):

@@ -1,4 +1,4 @@
-"""A machine whose link a server has measured, in place of published rates."""
+"""A machine with the link rates that a server has measured, in place of published ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_uvm_offload.plan.machine import Machine
 
 
 def with_measured_link(machine: Machine, kept: KeptLink | None) -> Machine:
-    """``machine`` with the rates that its GPUs have when all read."""
+    """``machine`` with the measured rates of its GPUs while all of them read."""
     if kept is None:
         return machine
     source = f"{machine.source}; link: {described(kept)}"
@@ -27,7 +27,7 @@ def expected_rates(gpus: Sequence[tuple[str, int]]) -> list[float]:
 
 
 def _expected(gpu: Gpu | None) -> float:
-    """A link that is wider than the memory behind it brings what that gives."""
+    """A link that is wider than the memory behind it runs at the memory's rate."""
     if gpu is None:
         return 0.0
     return min(gpu.link_gbps, gpu.host_gbps * Assumptions.host_efficiency or gpu.link_gbps)

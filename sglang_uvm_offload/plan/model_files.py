@@ -1,4 +1,4 @@
-"""Where the files of a model are: in a folder, in the Hugging Face cache, or on the Hub, of which only the config is read."""
+"""Where a model's files are: in a folder, in the Hugging Face cache, or on the Hub (only the config is downloaded)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_fol
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model by the name and revision that SGLang would load. Methods raise ``CheckpointError``."""
+    """A model by the name and revision that SGLang would load. Its members raise ``CheckpointError``."""
 
     name: str
     """A folder (or a config.json, for ``config`` alone), or an id on the Hub."""
     revision: str | None = None
     cache: str | None = None
-    """``--download-dir``, None for that of ``huggingface_hub``."""
+    """``--download-dir``; None for the default of ``huggingface_hub``."""
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder with all of the model's weights; None where SGLang would first download some."""
+        """The folder with all of the model's weights; None if SGLang would have to download some."""
         if os.path.isdir(self.name):
             return Path(self.name)
         found = hub.snapshot(self.name, self.revision, self.cache)
@@ -31,7 +31,7 @@ class ModelFiles:
 
     @property
     def on_disk(self) -> Path | None:
-        """What SGLang would load without the network."""
+        """The files that SGLang would load without the network."""
         if self.folder is None and hub.offline():
             return hub.snapshot(self.name, self.revision, self.cache)
         return self.folder

@@ -1,4 +1,4 @@
-"""What the planner knows of a model: bytes by layer, and which of them are routed experts."""
+"""A model's shape: bytes per layer, and which of them are routed experts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglang_uvm_offload.plan.lookup_tables import LookupTable
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """One tensor ``[experts, ...]`` of a layer as a server holds it: gate and up projections together, or down."""
+    """One tensor ``[experts, ...]`` of a layer as a server holds it: fused gate and up projections, or down."""
 
     name: str
     nbytes: int
-    """Bytes of the largest expert, undivided."""
+    """Bytes of the largest expert before ranks divide it."""
     split: bool
     """Whether tensor parallelism divides it. An output bias or a single scale is whole on every rank."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The bytes of one decoder layer, by how ranks divide them."""
+    """Bytes of one decoder layer, grouped by how ranks divide them."""
 
     index: int
     experts: tuple[ExpertPart, ...] = ()
@@ -30,7 +30,7 @@ class LayerShape:
     attention: int = 0
     """Divided by the ranks that share the attention."""
     keys_values: int = 0
-    """Divided likewise, but at most into single heads."""
+    """Divided the same way, down to single heads."""
     feed_forward: int = 0
     """Dense MLP and shared experts, divided by all tensor-parallel ranks."""
     replicated: int = 0
@@ -44,7 +44,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as SGLang's class for it holds it: bytes of all ranks together."""
+    """A model as SGLang's class holds it. Bytes are for all ranks together."""
 
     name: str
     num_layers: int
@@ -70,19 +70,19 @@ class ModelShape:
     family: str = ""
     """The config's ``model_type``."""
     architectures: tuple[str, ...] = ()
-    """The config's names of the model's class."""
+    """Class names in the config."""
     draft_parameters: int = 0
     """The part of ``total_parameters`` in draft layers."""
     active_parameters: int = 0
     """Weights that one token of text is computed with: all but draft layers, towers for images and sounds, and the routed
     experts that it is not sent to. Embedding and head count, as with most publishers (OpenAI leaves the embedding out)."""
     shared_parameters: int = 0
-    """Of shared experts, which every token uses."""
+    """Weights of shared experts, which every token uses."""
     tower_parameters: int = 0
-    """Of towers for images and sounds."""
+    """Weights of vision and audio towers."""
     embedding_parameters: int = 0
     tables: tuple[LookupTable, ...] = ()
-    """Of which a token reads a few rows; in none of the other sums but the totals."""
+    """Lookup tables, counted only in the totals."""
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -90,5 +90,5 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> int:
-        """All routed experts, draft layers left out."""
+        """Bytes of all routed experts outside draft layers."""
         return sum(layer.expert_bytes for layer in self.layers)

@@ -1,4 +1,4 @@
-"""The planner's input and its result."""
+"""The planner's result."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from sglang_uvm_offload.plan.routing_curves import HitRate
 
 @dataclass(frozen=True)
 class Vram:
-    """How the memory of one GPU is divided before any weight loads. Bytes; together they are its total."""
+    """How the memory of one GPU is divided before weights load, in bytes. The parts sum up to the GPU's total."""
 
     in_use: int = 0
-    """By others, before the start."""
+    """Used by other processes before the server starts."""
     runtime: int = 0
-    """CUDA contexts, and buffers of collectives."""
+    """CUDA contexts and communication buffers."""
     sglang: int = 0
-    """What SGLang's static fraction leaves for activations and CUDA graphs."""
+    """Left by --mem-fraction-static for activations and CUDA graphs."""
     headroom: int = 0
     granted: int = 0
-    """To weights and KV cache."""
+    """Available to weights and KV cache."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of VRAM of one rank of a pipeline stage, and its share of host RAM."""
+    """VRAM of one rank of a pipeline stage, and its share of host RAM, in bytes."""
 
     stage: int
     moe_layers: int
     plain_weights: int
-    """Everything but routed experts and lookup tables, and expert tensors too small to place."""
+    """All weights except placed experts and lookup tables. Includes expert tensors too small to place."""
     table_bytes: int
-    """Lookup tables that are in VRAM."""
+    """Lookup tables kept in VRAM."""
     resident_bytes: int
-    """Resident experts: whole pages, each tensor rounded up to the driver's blocks."""
+    """Resident experts, with each tensor rounded up to the driver's blocks."""
     slot_bytes: int
-    """Slots, and the rows for them of tensors too small to place."""
+    """Slots, including their rows of tensors too small to place."""
     stream_buffers: int
     stream_bytes: int
-    """All stream buffers."""
+    """All stream buffers together."""
     streams_into_slots: bool
-    """Whether prefill streams into slots, and needs no buffer."""
+    """Whether prefill streams into slots and needs no buffer."""
     kv_bytes: int
     driver_bytes: int
     budget_bytes: int
-    """SGLang's budget for weights and KV cache, less the headroom."""
+    """SGLang's budget for weights and KV cache, minus the headroom."""
     host_bytes: int
-    """Offloaded experts, at start."""
+    """Offloaded experts at the start."""
 
     @property
     def used_bytes(self) -> int:
@@ -62,35 +62,35 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted speed for one assumption on routing. Seconds, and tokens a second."""
+    """Predicted speed under one assumption about routing, in seconds and tokens per second."""
 
     routing: str
     hit_rate: float
     """Share of a layer's routed activations that residents and slots serve."""
     requests: int
-    """Concurrent requests, over all replicas."""
+    """Concurrent requests on all replicas together."""
     missed_bytes: float
-    """That one rank reads or copies over the link in a decode step, summed over pipeline stages."""
+    """Bytes that one rank reads or copies over the link per decode step, summed over pipeline stages."""
     decode_step_s: float
     decode_tokens_s: float
-    """Of all requests together."""
+    """All requests together."""
     resident_step_s: float
-    """The decode step with every expert in VRAM, as if they fitted."""
+    """The decode step if every expert were in VRAM."""
     prefill_chunk_s: float
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
     streamed: bool = False
     """Whether prefill copies offloaded experts into stream buffers, instead of reading them in place."""
     cpu_engine_step_s: float = 0.0
-    """The decode step of an engine that computes all routed experts on the CPU, 0 if the host memory's rate is unknown."""
+    """The decode step of an engine that computes routed experts on the CPU; 0 if the host memory's rate is unknown."""
     measured_on: HitRate | None = None
-    """What the hit rate was measured on, None if it was given."""
+    """The measurement behind the hit rate; None if the user gave it."""
     slowest: Speed | None = None
-    """The same over a link of the worst published rate, None if none is known."""
+    """The same prediction for the slowest published link of this kind; None if none is known."""
 
     @property
     def least(self) -> Speed:
-        """The worse of the two."""
+        """The prediction for the slowest link, or this one if none is known."""
         return self.slowest or self
 
     @property
@@ -124,7 +124,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class DraftSpeed:
-    """Predicted decoding with so many draft tokens a step."""
+    """Predicted decode speed with this many draft tokens per step."""
 
     requests: int
     drafts: int
@@ -133,7 +133,7 @@ class DraftSpeed:
 
 @dataclass(frozen=True)
 class Plan:
-    """``num_resident`` is None if nothing fits; ``problems`` then has the reasons and ``needs`` the remedies."""
+    """A plan. If nothing fits, ``num_resident`` is None, ``problems`` gives the reasons, and ``needs`` the remedies."""
 
     model: str
     machine: Machine
@@ -146,50 +146,50 @@ class Plan:
     weights_bytes: int
     expert_bytes: int
     total_parameters: int = 0
-    """Weights, draft layers left out. Those of packed formats count one by one."""
+    """Number of weights without draft layers. Each value of a packed format counts."""
     active_parameters: int = 0
-    """Weights that one token of text is computed with; embedding and head count."""
+    """Weights that compute one text token, including embedding and LM head."""
     quantization: str = ""
-    """SGLang's name of the method, ``none`` without one."""
+    """SGLang's name for the method; ``none`` without one."""
     slots: int = 0
-    """Of each layer."""
+    """Slots per layer."""
     mem_fraction_static: float = 0.0
-    """The flag's value: before the headroom is subtracted."""
+    """The flag's value, before the headroom is subtracted."""
     headroom_gb: float = 0.0
     chunked_prefill_size: int = 0
     kv_tokens: int = 0
-    """Tokens of KV cache required on each rank."""
+    """KV cache tokens required on each rank."""
     kv_token_bytes: float = 0.0
     vram: Vram = Vram()
     ranks: tuple[RankMemory, ...] = ()
-    """One for each pipeline stage; without any resident if nothing fits."""
+    """One entry per pipeline stage, with no residents if nothing fits."""
     host_needed: int = 0
-    """Host RAM of the machine: offloaded experts of all ranks, and their processes."""
+    """Host RAM that all ranks need: offloaded experts and processes."""
     table_bytes: int = 0
-    """Lookup tables in the checkpoint."""
+    """Size of the checkpoint's lookup tables."""
     tables_in: str = ""
-    """Where SGLang keeps them, "" without any."""
+    """Where SGLang keeps them; "" if there are none."""
     tables_host: int = 0
-    """What of the host RAM they take."""
+    """Host RAM that they take."""
     stream_tokens: int = 0
-    """Steps of this many tokens or more stream, if there are stream buffers."""
+    """Steps of this many tokens or more stream, given slots or stream buffers."""
     hiding_chunk: int = 0
-    """The tokens of the smallest chunk whose computing hides its copies but for the first layer's; 0 if there is none, or no
-    stream buffer."""
+    """The smallest chunk, in tokens, whose compute hides its copies after the first layer; 0 if there is none or nothing
+    streams."""
     slowest_hiding_chunk: int = 0
-    """The same over a link of the worst published rate, or over this one where none is known."""
+    """The same for the slowest published link of this kind, or for this link if none is known."""
     speeds: tuple[Speed, ...] = ()
     useless: tuple[str, ...] = ()
-    """Reasons not to serve with a plan that fits."""
+    """Reasons not to serve with this plan although it fits."""
     problems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     draft_speeds: tuple[DraftSpeed, ...] = ()
-    """With drafts: for each number of draft tokens from none to the workload's."""
+    """With speculation: one entry per number of draft tokens, from 0 to the workload's."""
     draft_note: str = ""
-    """The one of the notes that says that drafts cost more than they bring."""
+    """The note that drafting is predicted to slow decoding; "" otherwise."""
     flags: tuple[str, ...] = ()
-    """Of the launch that gives this plan; one string per flag, quoted for a shell."""
+    """The flags of the launch that gives this plan, one string per flag, quoted for a shell."""
     environment: tuple[str, ...] = ()
     """The variables that the launch needs, as ``NAME=value``."""
     offloads: bool = False
@@ -214,15 +214,15 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Residents and slots of a layer, all in VRAM; 0 if nothing fits."""
+        """Experts per layer in VRAM, as residents or in slots; 0 if nothing fits."""
         return (self.num_resident or 0) + self.slots
 
     @property
     def streams_into_slots(self) -> bool:
-        """Whether all ranks do."""
+        """Whether prefill streams into slots on all ranks."""
         return all(rank.streams_into_slots for rank in self.ranks if rank.moe_layers)
 
     @property
     def stream_buffers(self) -> int:
-        """Of the rank that has fewest."""
+        """Stream buffers of the rank with the fewest."""
         return min((rank.stream_buffers for rank in self.ranks if rank.moe_layers), default=0)

@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> list[str]:
 
 def _outcome(plan: Plan) -> str:
     if plan.num_resident is not None:
-        slots = f", and {plan.slots} slots" if plan.slots else ""
+        slots = f", and {counted(plan.slots, 'slot')}" if plan.slots else ""
         share = f"{plan.rows / plan.num_experts:.0%}{' together' if plan.slots else ''}"
         fits = f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident{slots} ({share})."
         return "\n".join([fits, *(["But this plan is useless:"] if plan.useless else []), *(f"  - {r}" for r in plan.useless)])

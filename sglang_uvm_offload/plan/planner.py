@@ -1,6 +1,6 @@
-"""Whether a model fits, with how many residents, and how fast: shapes and a machine in, a plan out. Pure.
+"""Plans whether a model fits a machine, with how many residents, and how fast. A pure function of shapes and a machine.
 
-How VRAM is divided is decided as in a launch, by ``residency.budget``.
+``residency.budget`` divides VRAM, as in a launch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _STREAM_GB = flag_name("stream_buffer_gb")
 
 
 def plan(case: Case, hit_rate: float | None = None) -> Plan:
-    """``hit_rate``: the measured share of routing that residents and slots serve, None if unknown. Without speeds where the
-    machine's rates are unknown (0)."""
+    """The plan for a case. ``hit_rate``: the measured share of routing that residents and slots serve; None if unknown. It has
+    no speeds if the machine's rates are unknown (0)."""
     model = case.model
     blank = Plan(
         model=model.name,
@@ -114,7 +114,7 @@ def _plain(case: Case) -> Plain | None:
 
 
 def _notes(case: Case) -> list[str]:
-    """Of any division."""
+    """Notes that hold for any division of VRAM."""
     out = [note] if (note := table_note(case.model.tables, case.tables_in, case.machine.one_memory)) else []
     if case.parallel.ranks < case.machine.gpus:
         p, gpus = case.parallel, case.machine.gpus
@@ -127,7 +127,7 @@ def _notes(case: Case) -> list[str]:
 def _notes_of(case: Case, division: Division) -> list[str]:
     out, experts = [], case.model.num_experts
     if division.num_resident == experts:
-        slots = f", and {_SLOTS} is of no use" if case.slots.asked else ""
+        slots = f", and {_SLOTS} has no effect" if case.slots.asked else ""
         others = [
             *(["draft layers"] if case.offloads_drafts else []),
             *(["lookup tables"] if case.tables_in == MANAGED else []),
@@ -141,24 +141,24 @@ def _notes_of(case: Case, division: Division) -> list[str]:
         )
     wanted = case.asked.slots.of(division.num_resident + division.slots, experts)
     if division.slots < wanted:
-        out.append(f"{_SLOTS} {AUTO}: {division.slots} slots, not {wanted}, because host RAM does not hold more experts")
+        out.append(f"{_SLOTS} {AUTO}: {division.slots} of {wanted} slots, because host RAM has no room for more experts")
     if division.slots:
         out.append(
-            "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner (--moe-runner-backend); whether one of these serves the "
-            "model is not known here"
+            "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner (--moe-runner-backend); the launch says if the model "
+            "gets another one"
         )
     most, available = case.host_need(division, after_moves=True).total, case.machine.host_bytes
     if most > available and not case.machine.one_memory:
         out.append(
-            f"host RAM use would grow to {size(most)} as residents change, because promoted experts keep their host pages, and "
-            f"{size(available)} are available: moving ends before; residents that a {flag_name('profile')} chooses at the "
+            f"host RAM use would grow to {size(most)} as residents change, because promoted experts keep their host pages, but "
+            f"{size(available)} are available. Moves stop before that. Residents that a {flag_name('profile')} chooses at the "
             "start need no moves"
         )
     return out
 
 
 def _speeds(case: Case, division: Division, hit_rate: float | None) -> tuple[Speed, ...]:
-    """For one request and for all, at the given hit rate or at those of measured routing."""
+    """Speeds for one request and for all, at the given hit rate or at those of measured routing."""
     batches = sorted({1, case.workload.requests})
     if division.num_resident == case.model.num_experts:
         return tuple(_speed(case, division, requests, "all in VRAM", 1.0) for requests in batches)

@@ -1,4 +1,4 @@
-"""What each rank holds of a model: its layers, their experts, and the bytes of its other weights."""
+"""The part of a model that each rank holds: layers, experts, and bytes of other weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang_uvm_offload.residency.expert_sizes import ExpertSizes, LayerExperts,
 
 @dataclasses.dataclass(frozen=True)
 class RankWeights(GrantedVram):
-    """``case.Case`` without the KV cache, and undecided."""
+    """The part of ``case.Case`` that covers weights."""
 
     @cached_property
     def stages(self) -> list[range]:
-        """The decoder layers of each pipeline stage."""
+        """Decoder layer indices of each pipeline stage."""
         return sglang_memory.pipeline_stages(self.model.num_layers, self.parallel.pp)
 
     def decoder_layers(self, stage: int) -> list[LayerShape]:
@@ -30,7 +30,7 @@ class RankWeights(GrantedVram):
 
     @property
     def draft_residents(self) -> int:
-        """Of each draft layer, over all ranks that share it."""
+        """Resident experts per draft layer, on all ranks that share it together."""
         given, experts = self.workload.draft_num_resident, self.model.num_experts
         return experts if given is None else min(given, experts)
 
@@ -39,7 +39,7 @@ class RankWeights(GrantedVram):
         return bool(self.drafts()) and self.draft_residents < self.model.num_experts
 
     def sizes(self, stage: int, ep_rank: int) -> ExpertSizes:
-        """Of the decoder layers' experts on one rank."""
+        """Sizes of the decoder layers' experts on one rank."""
         return self._sizes_of(self.decoder_layers(stage), ep_rank)
 
     def draft_sizes(self, ep_rank: int) -> ExpertSizes:
@@ -62,7 +62,7 @@ class RankWeights(GrantedVram):
             yield nbytes, nbytes >= PAGE_BYTES
 
     def _padding(self) -> float:
-        """The most that MXFP4 tensors grow at load: kernels round hidden units up to 128 and the hidden size to 256
+        """The largest growth of MXFP4 tensors at load: kernels round hidden units up to 128 and the hidden size to 256
         (``layers/quantization/mxfp4.py``)."""
         if self.model.quantization != "mxfp4":
             return 1.0
@@ -95,7 +95,7 @@ class RankWeights(GrantedVram):
         return total
 
     def attention_bytes(self, layer: LayerShape) -> int:
-        """Of the layer's attention on one rank, which holds at least one head of keys and values."""
+        """Bytes of the layer's attention on one rank, which holds at least one key-value head."""
         p = self.parallel
         return -(-layer.attention // p.attn_tp) + -(-layer.keys_values // min(p.attn_tp, self.model.kv.heads))
 
@@ -110,7 +110,7 @@ class RankWeights(GrantedVram):
 
     @property
     def table_host_bytes(self) -> int:
-        """Host RAM of the lookup tables, over all ranks."""
+        """Host RAM of the lookup tables on all ranks together."""
         return sum(table.host_bytes(self.tables_in, self.parallel) for table in self.model.tables) * self.parallel.replicas
 
     def stream_layer_bytes(self, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether ranks can divide a model, and which could."""
+"""Whether ranks can divide a model, and which other ranks could."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.inputs import Parallel
 
 SUGGESTED = 2
-"""So many other ranks are named."""
+"""The number of alternatives that are named."""
 TRIED = 8
-"""So many that divide the model are planned with, to find those that fit."""
+"""The number of alternatives that are planned, to find those that fit."""
 MAX_TP = 64
 
 
 def shape_problems(case: Case) -> list[str]:
-    """Why these ranks cannot divide this model, or it cannot serve this workload, whatever the memory."""
+    """Why these ranks cannot divide the model, or the model cannot serve the workload, however much memory there is."""
     m, p, out = case.model, case.parallel, []
     if min(p.tp, p.ep, p.pp, p.dp) < 1:
         return ["--tp-size, --ep-size, --pp-size and --dp-size must be 1 or more"]
@@ -59,8 +59,7 @@ def shape_problems(case: Case) -> list[str]:
 
 
 def other_ranks(case: Case) -> list[str]:
-    """The flags of other ranks that this machine has, that divide the model, and with which it fits; those that use most GPUs
-    first."""
+    """Flags of other rank layouts on this machine that divide the model and fit. Layouts that use most GPUs come first."""
     p = case.parallel
     if min(p.tp, p.ep, p.pp, p.dp) < 1:
         return []
@@ -74,14 +73,14 @@ def _named(case: Case) -> str:
 
 
 def rank_flags(parallel: Parallel) -> str:
-    """The flags of ``parallel`` that set its tensor, expert and pipeline ranks, all that differ from SGLang's default of 1."""
+    """The flags for tensor, expert and pipeline ranks; those at SGLang's default of 1 are left out, except ``--tp-size``."""
     ep = f" --ep-size {parallel.ep}" if parallel.ep > 1 else ""
     return f"--tp-size {parallel.tp}{ep}" + (f" --pp-size {parallel.pp}" if parallel.pp > 1 else "")
 
 
 def _parallels(like: Parallel, gpus: int) -> Iterator[Parallel]:
-    """Other ranks on at most ``gpus`` GPUs: without pipeline stages, or with as many as there are GPUs for. Those that use most
-    GPUs come first, of these those with fewest stages."""
+    """Other rank layouts on at most ``gpus`` GPUs, without pipeline stages or with as many as there are GPUs for. Layouts with
+    most GPUs come first, then those with fewest stages."""
     each = gpus // like.replicas
     found = {
         dataclasses.replace(like, tp=tp, ep=ep, pp=pp)

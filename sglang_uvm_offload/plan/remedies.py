@@ -1,4 +1,4 @@
-"""What would be enough for a model that does not fit."""
+"""Changes that make a model fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STREAM_GB = flag_name("stream_buffer_gb")
 
 
 def remedies(case: Case) -> list[str]:
-    """Changes that are each enough alone: the planner tried each."""
+    """Changes that are each enough alone. The planner has tried each one."""
     return [text for text, changed in _changes(case) if changed.fits]
 
 
 def _changes(case: Case) -> Iterator[tuple[str, Case]]:
-    """What could be changed, in words, and the changed case."""
+    """Each possible change, in words, with the changed case."""
     if case.reserve.stream_gb:
         none = dataclasses.replace(case.reserve, stream_gb=0)
         yield f"no stream buffers ({_STREAM_GB} 0)", dataclasses.replace(case, reserve=none)
@@ -40,7 +40,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _larger_gpus(case: Case) -> Iterator[tuple[str, Case]]:
-    """The same number of GPUs that exist."""
+    """The same number of larger GPUs, of kinds that exist."""
     sizes = sorted((gpu.memory_mib >> 10, kind) for kind, gpu in GPUS.items() if not gpu.one_memory)
     steps = range(case.machine.vram_bytes // GIB // VRAM_STEP_GIB * VRAM_STEP_GIB, sizes[-1][0] + 1, VRAM_STEP_GIB)
     for vram in steps[1:]:
@@ -51,7 +51,7 @@ def _larger_gpus(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _more_gpus(case: Case) -> Iterator[tuple[str, Case]]:
-    """More GPUs of the same kind, with as much host RAM as they then need."""
+    """More GPUs of the same kind, with the host RAM that they need."""
     for tp in (tp for tp in MORE_RANKS if tp > case.parallel.tp):
         for ep in dict.fromkeys((1 if case.parallel.ep == 1 else tp, tp)):
             parallel = dataclasses.replace(case.parallel, tp=tp, ep=ep)
@@ -64,7 +64,7 @@ def _more_gpus(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _host_gib(case: Case) -> int:
-    """The host RAM that is enough, in whole GiB; 0 if none is."""
+    """The least host RAM that is enough, in GiB; 0 if no amount is."""
     plenty = _with_host(case, _PLENTY_GIB)
     if not plenty.fits:
         return 0
@@ -77,7 +77,7 @@ def _with_host(case: Case, gib: int) -> Case:
 
 
 def _with_vram(case: Case, gib_each: int) -> Case:
-    """The same case on GPUs of ``gib_each`` GiB, with as much VRAM in use by others."""
+    """The same case on GPUs of ``gib_each`` GiB. Other processes use as much VRAM as before."""
     bigger = dataclasses.replace(case.machine, vram_bytes=gib_each * GIB)
     free = case.reserve.free_vram_bytes
     free = None if free is None else free + bigger.vram_bytes - case.machine.vram_bytes

@@ -1,7 +1,7 @@
-"""Hit rates of measured routing, by the share of experts in VRAM: what a plan assumes of traffic that nobody measured.
+"""Hit rates of measured routing by the share of experts in VRAM, which a plan assumes for unmeasured traffic.
 
-``routing_curves.json`` holds them with their sources; ``benchmarks/routing_curves.py`` makes it from routing traces, and
-describes how. The models that were traced are smaller than most that are planned, so a plan shows a range.
+``routing_curves.json`` holds them with their sources; ``benchmarks/routing_curves.py`` generates it from routing traces and
+describes how. The traced models are smaller than most planned ones, so a plan shows a range.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from sglang_uvm_offload.residency.slot_split import FINE_SHARE
 
 MEASURED_SHARE = FINE_SHARE
-"""The share of the VRAM in slots, of the curves with slots: what ``auto`` takes for the traced models, all of it."""
+"""The share of VRAM in slots at which the slot curves were measured: all of it, as ``auto`` chooses for the traced models."""
 POLICIES = {
     "other": "residents chosen on other traffic",
     "warmup": "residents chosen in a warm-up",
@@ -30,7 +30,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class HitRate:
-    """The share of a layer's activations that residents and slots serve, and what it was measured on."""
+    """The share of a layer's activations that residents and slots serve, and its measurement."""
 
     rate: float
     policy: str
@@ -48,7 +48,7 @@ OTHER = "other traffic"
 
 @dataclass(frozen=True)
 class HitRates:
-    """``lowest`` and ``highest`` are of requests like those that chose the residents, ``other`` of unlike ones."""
+    """``lowest`` and ``highest``: traffic like that which chose the residents. ``other``: different traffic."""
 
     other: HitRate
     lowest: HitRate
@@ -59,12 +59,11 @@ class HitRates:
 
 
 def hit_rates(family: str, requests: int, residency: float, slot_share: float = 0.0) -> HitRates:
-    """What was measured with the share ``residency`` (0 to 1) of each layer's experts in VRAM, of which ``slot_share`` are
-    slots, and with as many requests as are nearest to ``requests``. Of traces whose model is like ``family`` (a config's
-    ``model_type``); of all traces, if there is none.
+    """Measured hit rates with the share ``residency`` (0 to 1) of each layer's experts in VRAM, ``slot_share`` of them in
+    slots, at the measured number of requests closest to ``requests``. Uses traces of models like ``family`` (a config's
+    ``model_type``), or all traces if there are none.
 
-    Slots were measured at ``MEASURED_SHARE``. Fewer are taken to bring their part of what that brings, which is less than they
-    do."""
+    Slots were measured at ``MEASURED_SHARE``. A smaller share gets a proportional part of that gain, which understates it."""
     (other,) = [curve for curve in _content()["curves"] if "other" in curve]
     curves = _nearest(family, requests)
     if slot_share:
@@ -78,7 +77,7 @@ def hit_rates(family: str, requests: int, residency: float, slot_share: float = 
 
 
 def source_of(trace: str) -> str:
-    """The model, the experts and the origin of a trace."""
+    """A trace's model, experts and origin."""
     of = _content()["traces"][trace]
     return f"{trace} ({of['model']}, {of['top_k']} of {of['experts']} experts a token; {of['source']})"
 
@@ -88,14 +87,14 @@ def _rate(found: HitRate) -> float:
 
 
 def _hit_rate(curve: dict[str, Any], residency: float, policy: str, without: str = "", weight: float = 1.0) -> HitRate:
-    """Of ``policy``; with a ``weight`` below 1 the rest is of the policy ``without`` slots."""
+    """The hit rate of ``policy``, mixed with that of the policy ``without`` slots if ``weight`` is below 1."""
     rate = weight * _interpolate(curve[policy], residency)
     rate += (1 - weight) * _interpolate(curve[without], residency) if weight < 1 else 0
     return HitRate(rate, policy, tuple(curve["traces"]), curve["requests"])
 
 
 def _nearest(family: str, requests: int) -> list[dict[str, Any]]:
-    """One curve for each trace of ``family``."""
+    """For each trace of ``family``, the curve with the closest number of requests."""
     traces = _content()["traces"]
     names = [name for name, trace in traces.items() if family in trace["families"]] or list(traces)
     out = []
@@ -106,7 +105,7 @@ def _nearest(family: str, requests: int) -> list[dict[str, Any]]:
 
 
 def _interpolate(rates: Sequence[float], residency: float) -> float:
-    """Linear between the measured points, from 0 without residents to 1 with all of them."""
+    """Linear interpolation between the measured points, from 0 without residents to 1 with all experts resident."""
     points = [(0.0, 0.0), *zip(_content()["residencies"], rates, strict=True), (1.0, 1.0)]
     for (left, low), (right, high) in pairwise(points):
         if residency <= right:

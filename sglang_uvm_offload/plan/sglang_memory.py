@@ -1,4 +1,4 @@
-"""The share of a GPU that SGLang 0.5.23 gives to weights and KV cache: its own rules, restated without importing it.
+"""The share of a GPU that SGLang 0.5.23 gives to weights and KV cache: its rules, restated without importing it.
 
 ``arg_groups/memory_hook.py`` chooses the prefill chunk, the largest decode graph and ``--mem-fraction-static`` from the size of
 the GPU; ``kv_cache_configurator.py`` then gives the KV cache ``free before loading * fraction`` less what loading took.
@@ -24,7 +24,7 @@ _TIERS = (
 
 @dataclass(frozen=True)
 class Defaults:
-    """SGLang's values for flags that are not given."""
+    """SGLang's defaults for flags that the user leaves out."""
 
     chunked_prefill_size: int
     mem_fraction_static: float
@@ -40,8 +40,8 @@ def defaults(
     max_running_requests: int | None = None,
     chunked_prefill_size: int | None = None,
 ) -> Defaults:
-    """SGLang's choice for a GPU with ``gpu_bytes`` of memory (nvidia-smi's total). ``dp_attention``: the number of
-    data-parallel attention ranks, 1 without."""
+    """SGLang's defaults for a GPU with ``gpu_bytes`` of memory (nvidia-smi's total). ``dp_attention``: the number of
+    data-parallel attention groups; 1 without."""
     gpu_mib = gpu_bytes / MIB
     _, chunk, batch, batch_wide = next(tier for tier in _TIERS if gpu_mib < tier[0])
     chunk = chunked_prefill_size or chunk
@@ -59,13 +59,13 @@ def defaults(
 
 
 def _prefill_graphs(max_tokens: int) -> int:
-    """The number of token counts for which prefill graphs are captured."""
+    """The number of prefill graphs that are captured."""
     steps = ((4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, max_tokens + 1, 512))
     return sum(len(range(start, min(stop, max_tokens + 1), step)) for start, stop, step in steps)
 
 
 def pipeline_stages(num_layers: int, pp: int) -> list[range]:
-    """The decoder layers of each pipeline rank: split evenly, the last ranks take one more (``get_pp_indices``)."""
+    """The decoder layers of each pipeline rank: an even split, with the remainder on the last ranks (``get_pp_indices``)."""
     base, extra = divmod(num_layers, pp)
     ends = [base * (stage + 1) + max(0, stage + 1 - (pp - extra)) for stage in range(pp)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

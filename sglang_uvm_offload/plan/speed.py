@@ -1,4 +1,4 @@
-"""Predicting decode and prefill speed from reads of VRAM, compute, and reads of offloaded experts over the link.
+"""Predicts decode and prefill speed from VRAM reads, compute, and reads of offloaded experts over the link.
 
     decode step   = sum over pipeline stages of  max(compute, VRAM bytes / VRAM rate) + overhead + missed bytes / link rate
                     + one pass of the draft layers for each drafted token
@@ -8,10 +8,10 @@
                     the longer of  bytes of its offloaded experts / copy rate  and  bytes of its residents / rate of copies in
                     VRAM,  less the time of what runs meanwhile
 
-Streaming brings each layer's offloaded experts into slots once, while the layer before computes. Where there are no slots, it
-copies all of the layer's experts to a buffer; with one buffer, a copy overlaps only what comes between the experts of two
-layers. The copy for a chunk's first MoE layer begins with the chunk, and overlaps what comes before its experts; layers without
-experts are taken to come first.
+Streaming copies each layer's offloaded experts into slots once, while the previous layer computes. Without slots it copies
+all of the layer's experts to a buffer. With one buffer, a copy overlaps only the work between the experts of two layers. The
+copy for a chunk's first MoE layer begins with the chunk and overlaps the work before its experts; layers without experts are
+assumed to come first.
 
 With slots, N counts residents and slots together, and slots are taken to be full. Every miss fills one: it crosses the link
 once, at the rate of a copy, before its layer computes, and is then read from VRAM; each MoE layer takes time to decide. Where a
@@ -24,8 +24,8 @@ share c of all uses, a token uses an offloaded expert with probability p = k (1 
 step of several tokens misses fewer (``expert_skew``); a prompt uses nearly all. The tokens that a step verifies for one request
 share experts, so each after the first counts as less than an independent one.
 
-A CPU engine, for comparison, computes the routed experts in host memory: its step is the resident step without reading
-experts, plus the bytes of all active experts over the rate that a CPU engine reaches.
+For comparison, a CPU engine computes the routed experts in host memory. Its step is the resident step without expert reads,
+plus the bytes of all active experts divided by the rate that a CPU engine reaches.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from sglang_uvm_offload.plan.rates import GIGA, copy_rate, read_rate, vram_copy_
 from sglang_uvm_offload.plan.stage_cost import IN_PLACE, StageCost, Stream
 
 HIDING_CHUNKS = range(256, 65536 + 1, 256)
-"""The sizes among which the smallest is sought that hides its copies."""
+"""Chunk sizes to search for the smallest that hides its copies, in tokens."""
 
 
 def distinct(num_experts: int, choices: float, tokens: float, skew: float = 0.0) -> float:
-    """How many of ``num_experts`` experts are activated by ``tokens`` tokens with ``choices`` choices each. Experts are equally
-    likely, or as a beta distribution has it whose squared coefficient of variation is ``skew`` where choices are few."""
+    """The expected number of distinct experts, of ``num_experts``, that ``tokens`` tokens with ``choices`` choices activate.
+    Experts are equally likely, or follow a beta distribution with the squared coefficient of variation ``skew``."""
     mean = min(1.0, choices / num_experts) if num_experts else 0.0
     if not skew or mean in (0.0, 1.0):
         return num_experts * (1 - (1 - mean) ** tokens)
@@ -58,8 +58,8 @@ def distinct(num_experts: int, choices: float, tokens: float, skew: float = 0.0)
 
 @dataclass(frozen=True)
 class _Batch:
-    """``tokens`` rows, one a request in decode; each rank computes the attention of ``attending`` requests. Each request adds
-    ``drafts`` drafted tokens to its row."""
+    """A batch of ``tokens`` rows, one per request in decode. Each rank computes attention for ``attending`` requests. Each
+    request adds ``drafts`` drafted tokens to its row."""
 
     tokens: int
     attending: int
@@ -69,32 +69,32 @@ class _Batch:
         return self.tokens * (1 + self.drafts)
 
     def independent(self, draft_token_weight: float) -> float:
-        """As many independent tokens activate as many experts."""
+        """The number of independent tokens that would activate as many experts."""
         return self.tokens * (1 + self.drafts * draft_token_weight)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Seconds of a step, and the bytes of experts that one rank reads or copies over the link in it."""
+    """A step's seconds, and the expert bytes that one rank reads or copies over the link."""
 
     seconds: float
     missed_bytes: float
 
 
 class _LayerCopy(NamedTuple):
-    """Of a layer's experts into slots or a buffer: seconds that the blocks for the link, and those for VRAM, are busy."""
+    """The copy of a layer's experts into slots or a buffer: seconds over the link, and within VRAM."""
 
     link: float
     vram: float
 
     def slows(self, assumed: Assumptions) -> float:
-        """Seconds that kernels lose which compute meanwhile."""
+        """Seconds that the copy costs kernels that compute meanwhile."""
         return assumed.copy_slows * self.link + assumed.vram_copy_slows * self.vram
 
 
 @dataclass(frozen=True)
 class SpeedModel:
-    """A model on the ranks of a machine."""
+    """Predicts the speed of a model on the ranks of a machine."""
 
     num_experts: int
     top_k: int
@@ -114,8 +114,8 @@ class SpeedModel:
         stream: Stream = IN_PLACE,
         slots: int = 0,
     ) -> Speed:
-        """With ``num_resident`` experts of each layer in VRAM, and ``slots``, that serve the share ``hit_rate`` of all uses
-        when decoding."""
+        """The speed with ``num_resident`` resident experts and ``slots`` per layer, which serve the share ``hit_rate`` of all
+        activations in decode."""
         rows = num_resident + slots
         # Each row serves at most one of a token's choices.
         hit_rate = 1.0 if num_resident == self.num_experts else min(hit_rate, rows / self.top_k, 1.0)
@@ -148,13 +148,13 @@ class SpeedModel:
         )
 
     def hiding_chunk(self, rows: int, stream: Stream) -> int:
-        """The smallest of ``HIDING_CHUNKS`` that streams and whose layers after the first wait for no copy, with ``rows``
-        residents and slots of each layer; 0 if there is none."""
+        """The smallest of ``HIDING_CHUNKS`` that streams and in which only the first layer waits for copies, with ``rows``
+        residents and slots per layer; 0 if there is none."""
         chunks = (tokens for tokens in HIDING_CHUNKS if stream.serves(tokens))
         return next((tokens for tokens in chunks if self.hides(rows, _Batch(tokens, 0, 0), stream)), 0)
 
     def decode_step(self, rows: int, hit_rate: float, batch: _Batch, fills: bool = False) -> _Step:
-        """A step in which ``rows`` in VRAM serve ``hit_rate`` of the uses, and others are read in place, or fill slots."""
+        """A step in which ``rows`` in VRAM serve ``hit_rate`` of the activations. Misses are read in place or fill slots."""
         hit, missed = self.activated(rows, hit_rate, batch, self.assumed.expert_skew)
         layers = sum(len(stage.expert_layers) for stage in self.stages)
         crossing = missed * sum(sum(stage.expert_layers) for stage in self.stages)
@@ -166,7 +166,7 @@ class SpeedModel:
         return _Step(seconds, crossing + drafted)
 
     def prefill_chunk(self, num_resident: int, hit_rate: float, prompt: _Batch) -> float:
-        """Seconds of a chunk of a prompt, which reads a missed expert once for each block of its rows."""
+        """Seconds of a prompt chunk, which reads a missed expert once per block of its rows."""
         hit, missed = self.activated(num_resident, hit_rate, prompt)
         rows = prompt.tokens * self.top_k * (1 - hit_rate) / max(1, self.num_experts - num_resident)
         reads = max(1.0, rows / self.assumed.rows_per_read + 0.5)  # the last block of an expert is half full on average
@@ -189,18 +189,18 @@ class SpeedModel:
         return seconds
 
     def copies(self, stage: StageCost, num_resident: int, stream: Stream) -> list[_LayerCopy]:
-        """Of each MoE layer of a stage."""
+        """The copy for each MoE layer of a stage."""
         copied = 0 if stream.into_slots else num_resident
         in_vram = copied / self.parallel.ep / vram_copy_rate(self.machine, self.assumed)
         offloaded = (self.num_experts - num_resident) / self.parallel.ep / self.copy_rate
         return [_LayerCopy(offloaded * nbytes, in_vram * nbytes) for nbytes in stage.expert_layers]
 
     def hides(self, num_resident: int, prompt: _Batch, stream: Stream) -> bool:
-        """Whether layers after a chunk's first wait for no copy. What launches hide is not counted."""
+        """Whether only a chunk's first layer waits for copies. Time that kernel launches hide is not counted."""
         return not any(sum(self.waits(stage, num_resident, prompt, stream)[1:]) for stage in self.stages)
 
     def waits(self, stage: StageCost, num_resident: int, prompt: _Batch, stream: Stream) -> list[float]:
-        """Seconds that each MoE layer of a stage waits for its experts to come into VRAM."""
+        """Seconds that each MoE layer of a stage waits for its experts to arrive in VRAM."""
         hit, _ = self.activated(self.num_experts, 1.0, prompt)
         whole, between = self.in_vram(stage, hit, prompt), self.in_vram(replace(stage, expert_layers=()), hit, prompt)
         rest = between / stage.layers
@@ -211,13 +211,13 @@ class SpeedModel:
         return found
 
     def launching(self, stage: StageCost) -> float:
-        """The least seconds of a chunk: its kernels are launched one by one, while those before them run."""
+        """The minimum seconds of a chunk, in which its kernels are launched one by one."""
         assumed = self.assumed
         milliseconds = assumed.latent_prefill_layer_ms if stage.latent_attention else assumed.prefill_layer_ms
         return stage.layers * milliseconds * 1e-3
 
     def activated(self, num_resident: int, hit_rate: float, batch: _Batch, skew: float = 0.0) -> tuple[float, float]:
-        """The distinct experts of a layer that one rank reads from VRAM, and over the link, of which some are likelier."""
+        """The distinct experts of a layer that one rank reads from VRAM and over the link. ``skew``: among the latter."""
         tokens, ep = batch.independent(self.assumed.draft_token_weight), self.parallel.ep
         hit = distinct(num_resident, self.top_k * hit_rate, tokens)
         missed = distinct(self.num_experts - num_resident, self.top_k * (1 - hit_rate), tokens, skew)
@@ -232,7 +232,7 @@ class SpeedModel:
         return max(flops / flop_rate, read / self.vram_rate) + stage.layers * self.layer_overhead(stage)
 
     def drafting(self, stage: StageCost, batch: _Batch) -> float:
-        """Seconds of the passes of the draft layers, one for each drafted token of a request."""
+        """Seconds of the draft layers' passes, one per drafted token of a request."""
         if not stage.draft_layers:
             return 0.0
         residents = self.num_experts if stage.draft_residents is None else stage.draft_residents
@@ -242,7 +242,7 @@ class SpeedModel:
         return passes + self.drafted_misses(stage, batch) / self.read_rate
 
     def drafted_misses(self, stage: StageCost, batch: _Batch) -> float:
-        """Bytes that these passes read over the link."""
+        """Bytes that the draft layers' passes read over the link."""
         if not stage.draft_layers or stage.draft_residents is None:
             return 0.0
         offloaded = self.num_experts - stage.draft_residents
@@ -250,7 +250,7 @@ class SpeedModel:
         return batch.drafts * missed * stage.draft_expert_bytes
 
     def cpu_engine_step(self, batch: _Batch) -> float:
-        """The step of a CPU engine, 0 if the rate of the host's memory is unknown."""
+        """Seconds of a CPU engine's step; 0 if the host memory's rate is unknown."""
         tokens, parallel = batch.independent(self.assumed.draft_token_weight), self.parallel
         copies = parallel.moe_tp * parallel.replicas  # each rank's slice of an expert, in each replica
         read = distinct(self.num_experts, self.top_k, tokens) * copies * sum(sum(s.expert_layers) for s in self.stages)
@@ -271,6 +271,6 @@ class SpeedModel:
         return copy_rate(self.machine, self.parallel, self.assumed)
 
     def layer_overhead(self, stage: StageCost) -> float:
-        """Seconds of one layer beyond its reads and computing."""
+        """Seconds of one layer besides its reads and compute."""
         own = self.assumed.latent_overhead_us if stage.latent_attention else self.assumed.layer_overhead_us
         return (own + (2 * self.assumed.collective_us if self.parallel.tp > 1 else 0.0)) * 1e-6

@@ -1,4 +1,4 @@
-"""What one step costs a pipeline stage, in bytes and operations, and how it streams."""
+"""The bytes and operations that a step costs a pipeline stage, and how the step streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageCost:
-    """Reads and compute of one rank of a pipeline stage: bytes, and floating-point operations for one token."""
+    """Bytes read and floating-point operations per token on one rank of a pipeline stage."""
 
     layers: int
     dense_bytes: int
@@ -16,21 +16,21 @@ class StageCost:
     expert_layers: tuple[int, ...]
     """For each MoE layer, the bytes of one expert that one rank of the layer's expert-parallel group reads."""
     expert_flops: float
-    """One expert for one token, on one rank that holds a slice of it."""
+    """Operations of one expert for one token on a rank that holds a slice of it."""
     kv_read_bytes: int
-    """One request, for one token at the end of the context."""
+    """KV cache bytes read for one token at the end of a request's context."""
     latent_attention: bool = False
     gemm_rate: float = 1.0
-    """The rate of the weights' number format, relative to bfloat16."""
+    """Compute rate of the weights' number format relative to bfloat16."""
     draft_layers: int = 0
     draft_bytes: int = 0
     """Weights that one pass of the draft layers reads, routed experts left out."""
     draft_expert_bytes: int = 0
-    """One routed expert of every draft layer."""
+    """Bytes of one routed expert, summed over the draft layers."""
     draft_residents: int | None = None
-    """Of each draft layer; None: all."""
+    """Resident experts per draft layer; None: all."""
     draft_hit_rate: float = 1.0
-    """The share of their uses that they serve."""
+    """Hit rate of the draft layers' residents."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Stream:
 
     @property
     def ahead(self) -> bool:
-        """Whether a layer's experts come while the layer before computes."""
+        """Whether a layer's experts are copied while the previous layer computes."""
         return self.into_slots or self.buffers > 1
 
     def serves(self, tokens: int) -> bool:
-        """Whether a chunk of so many tokens streams."""
+        """Whether a chunk of this many tokens streams."""
         return (self.into_slots or self.buffers > 0) and tokens >= self.tokens
 
 

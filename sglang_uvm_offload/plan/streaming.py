@@ -1,4 +1,4 @@
-"""From how many tokens on a step copies all experts of a layer to VRAM instead of reading those that it uses in place."""
+"""The smallest step that copies all experts of a layer to VRAM instead of reading in place those that it uses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sglang_uvm_offload.plan.rates import StreamRates
 from sglang_uvm_offload.plan.speed import distinct
 
 USED_SHARE = 0.98
-"""A step that uses this share of a layer's experts copies little that reading in place would not bring."""
+"""A step that uses this share of a layer's experts copies few that it would not read in place anyway."""
 
 SKEW = 8
-"""Experts that routing prefers are resident, so offloaded ones are used later than uniform routing would use them. By measured
-routing, streaming from so many times the tokens on costs 4 % at most where reading in place is faster and no more than 78 % of
-the experts are in VRAM (benchmarks/results/prefill/prefill.md)."""
+"""How many times more tokens than under uniform routing a step needs to stream: routing prefers residents, so offloaded experts
+are used later. With measured routing and up to 78 % of the experts in VRAM, this factor costs at most 4 % where reading in
+place is faster (benchmarks/results/prefill/prefill.md)."""
 
 
 def break_even_tokens(num_experts: int, top_k: int, in_vram: int = 0, rates: StreamRates | None = None) -> int:
-    """From how many tokens on a step streams, with ``in_vram`` experts of a layer in VRAM: ``SKEW`` times the smallest power of
-    two that is expected to use ``USED_SHARE`` of ``num_experts`` experts if routing is uniform.
+    """The smallest step that streams, in tokens, with ``in_vram`` experts of a layer in VRAM: ``SKEW`` times the smallest power
+    of two that is expected to use ``USED_SHARE`` of ``num_experts`` experts under uniform routing.
 
     A smaller share is enough on a link that reads experts in place more slowly than it copies them; a slower copy is still
     hidden by what computes. Where most experts are in VRAM, their copies take longer than the link: then it is the smallest

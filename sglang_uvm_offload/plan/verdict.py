@@ -1,4 +1,4 @@
-"""Whether a plan that fits is of any use."""
+"""Whether a plan that fits is worth serving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_uvm_offload.residency.budget import LEAST_RESIDENTS, ONE_MEMORY
 
 
 def uselessness(plan: Plan) -> tuple[str, ...]:
-    """Why nobody should serve with this plan; empty if there is no such reason, or nothing is offloaded."""
+    """Reasons not to serve with this plan; empty if there are none or nothing is offloaded."""
     if plan.num_resident in (None, plan.num_experts):
         return ()
     rows, what = plan.rows, "residents and slots" if plan.slots else "residents"
@@ -15,11 +15,11 @@ def uselessness(plan: Plan) -> tuple[str, ...]:
     if plan.machine.one_memory:
         out.append(ONE_MEMORY)
     if rows == 0:
-        out.append("no expert is resident: every step reads each expert that it uses over the link")
+        out.append("no expert is in VRAM: every step reads all its experts over the link")
     elif rows < LEAST_RESIDENTS * plan.top_k:
         out.append(
-            f"{rows} {what} are fewer than twice the {plan.top_k} experts that a token uses: most of what a step uses "
-            "is read over the link"
+            f"{rows} {what} are fewer than twice the {plan.top_k} experts that a token uses: a step reads most of its experts "
+            "over the link"
         )
     best = _best(plan)
     if best and _slower_than_a_cpu(best):
@@ -28,13 +28,15 @@ def uselessness(plan: Plan) -> tuple[str, ...]:
 
 
 def useless_on_a_slow_link(plan: Plan) -> str:
-    """Why nobody should serve with this plan where the link is as slow as the slowest of its kind; empty if there is no such
-    reason, or the plan is useless on any link."""
+    """The reason not to serve with this plan over the slowest published link of its kind; empty if there is none, or if the
+    plan is useless over any link."""
     best = _best(plan)
     if best is None or plan.num_resident in (None, plan.num_experts) or _slower_than_a_cpu(best):
         return ""
     return (
-        f"at the worst published rate of such a link, {_faster_on_a_cpu(best.least)}" if _slower_than_a_cpu(best.least) else ""
+        f"over the slowest published link of this kind, {_faster_on_a_cpu(best.least)}"
+        if _slower_than_a_cpu(best.least)
+        else ""
     )
 
 

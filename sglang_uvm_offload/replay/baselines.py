@@ -1,8 +1,8 @@
-"""Baseline policies, to compare the shipped one with on a trace: what they keep in VRAM, and what they move over the link.
+"""Baseline policies to compare with the shipped one on a trace: what they keep in VRAM and move over the link.
 
-Arrays are ``bool[layers, experts]``. A step is served as a whole: all experts that it activates are looked up before any is
-replaced (per-access replay overstates the misses of a cache). Fixed sets read each miss in place. Caches move each miss into
-VRAM once, and keep the experts of the step as far as there is room.
+Arrays are ``bool[layers, experts]``. A step is served as a whole: all its experts are looked up before any is replaced,
+because per-access replay overstates a cache's misses. Fixed sets read each miss in place. Caches move each miss into VRAM once,
+and keep the step's experts as far as they fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Served:
-    """The result of one step: activations served from VRAM, those read in place, and experts moved into VRAM."""
+    """The result of one step: activations served from VRAM, activations read in place, and experts moved into VRAM."""
 
     hit: np.ndarray
     read: np.ndarray
@@ -53,7 +53,7 @@ def lru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
 
 
 def lfu(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
-    """Uses since the start; ties keep the more recent one."""
+    """Uses since the start. Ties keep the more recent expert."""
     return uses + last / (now + 2)
 
 
@@ -63,9 +63,9 @@ def lfru(uses: np.ndarray, last: np.ndarray, now: int) -> np.ndarray:
 
 
 class Cache:
-    """Moves each miss into VRAM, and evicts the residents with the lowest priority among those that the step did not use.
+    """Moves each miss into VRAM and evicts the lowest-priority residents that the step did not use.
 
-    ``capacity`` is int ``[layers]``. If a step uses more experts than that, residents stay and the lower ids come in.
+    ``capacity`` is int ``[layers]``. If a step uses more experts than that, residents stay and the lowest ids are added.
     """
 
     def __init__(self, shape: tuple[int, int], capacity: np.ndarray, priority: Priority):
@@ -88,11 +88,11 @@ class Cache:
 
 
 class Belady:
-    """Knows the future: keeps the experts that are used again soonest, and reads the others in place. No policy with as many
-    residents in each layer has a higher hit rate."""
+    """Knows the future: keeps the experts that will be used soonest, and reads the others in place. No policy with as many
+    residents per layer has a higher hit rate."""
 
     def __init__(self, future: np.ndarray, capacity: np.ndarray, idle_steps: int = 0):
-        """``future``: ``bool[steps, layers, experts]``, the steps that count, in order. Residents do not change during the
+        """``future``: ``bool[steps, layers, experts]``, the scored steps in order. Residents stay fixed during the
         ``idle_steps`` before them. ``capacity``: int ``[layers]``."""
         steps, layers, experts = future.shape
         self._capacity = capacity
@@ -119,7 +119,7 @@ NAMES = ("first_n", "static", "static-oracle", "lru", "lfu", "lfru", "belady")
 
 
 def make(name: str, warmup: np.ndarray, scored: np.ndarray, capacity: np.ndarray) -> ReplayPolicy:
-    """The baseline ``name`` for a trace's ``bool[steps, layers, experts]``: ``warmup`` is served first, then ``scored``.
+    """The baseline ``name`` for a trace's steps, ``bool[steps, layers, experts]``: ``warmup`` is served first, then ``scored``.
 
     ``static`` knows the activations of the warm-up, ``static-oracle`` those of the scored part, ``belady`` each scored step.
     ``capacity``: int ``[layers]``. Raises ``ValueError`` for an unknown name.

@@ -1,7 +1,7 @@
-"""What steps with draft tokens would read of a trace: each verifies some of the tokens that follow, and keeps some of these.
+"""What steps with draft tokens would read on a trace: each verifies some of the following tokens and keeps part of them.
 
-A rejected draft token is another one than the trace has next, and nobody recorded its routing. It counts as that of the trace.
-"""
+A rejected draft token differs from the trace's next token, and its routing was not recorded. It counts with the trace's
+routing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def draft_reads(
     expert_bytes: int = EXPERT_BYTES,
     step_ms: float = 0.0,
 ) -> list[DraftReads]:
-    """For 0 to ``len(accepted)`` draft tokens, each accepted with its share in ``accepted`` (0..1) if those before it were. A
-    step takes ``step_ms`` beside its reads over the link."""
+    """Reads for 0 to ``len(accepted)`` draft tokens. Draft token i is accepted with probability ``accepted[i]`` (0..1) if its
+    predecessors were. A step takes ``step_ms`` milliseconds besides its reads over the link."""
     missed, left = _scored(trace, residency, len(accepted), warmup_fraction)
     found = []
     reached = np.array([1.0, *accumulate(accepted, mul)])
     for drafts in range(len(accepted) + 1):
-        # A step keeps no token after the request's last one.
+        # A step keeps no token beyond the request's last one.
         kept = float(np.cumsum(reached)[np.minimum(left, drafts + 1) - 1].mean())
         read = float(missed[:, drafts].mean()) * expert_bytes
         seconds = read / (link_gbps * 1e9) + step_ms * 1e-3
@@ -41,10 +41,10 @@ def draft_reads(
 
 
 def _scored(trace: Trace, residency: float, most: int, warmup_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """``int[tokens, most + 1]`` offloaded experts that a step with 0 to ``most`` draft tokens uses if it begins at a token, and
-    ``int[tokens]`` tokens to the request's end. One request at a time; the shipped policy chooses the residents, a share
-    ``residency`` of each layer's experts, and follows the trace token by token. The first ``warmup_fraction`` of the requests
-    warm up, and are left out."""
+    """Two arrays over the scored tokens: ``int[tokens, most + 1]``, the offloaded experts that a step with 0 to ``most`` draft
+    tokens uses if it begins at the token, and ``int[tokens]``, the tokens to the request's end. Requests run one at a time. The
+    shipped policy keeps the share ``residency`` of each layer's experts resident and follows the trace token by token. The
+    first ``warmup_fraction`` of the requests warms up and is left out."""
     used = trace.activated(trace.steps(range(trace.num_requests), 1))
     left = np.repeat(np.cumsum(trace.seq_len), trace.seq_len) - np.arange(len(used))
     manager = Managed(used.shape[1:], round(residency * used.shape[2]))

@@ -1,8 +1,8 @@
-"""How many of a replay's misses the guesses of a trace foresee, and how many of what they would bring is used.
+"""How many of a replay's misses a trace's guesses foresee (recall), and how many of the fetched experts are used (precision).
 
-A miss is an expert that a step uses and the policy does not hold when its layer is served. A guess brings an expert only if it
-is not held then. What it brings is taken to be there in time and to evict nothing. Arrays are ``bool[layers, experts]``.
-"""
+A miss is an expert that a step uses and that the policy does not hold when its layer is served. A guess fetches only experts
+that are not held then. Fetched experts are assumed to arrive in time and to evict nothing. Arrays are ``bool[layers,
+experts]``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sglang_uvm_offload.replay.simulator import Workload
 from sglang_uvm_offload.routing.trace import Trace
 
 CONTROL = "the experts themselves"
-"""A predictor that is always right: it shows that what is counted as a miss and as brought fit together."""
+"""A predictor that is always right, as a check that misses and fetches are counted consistently."""
 RECENT = "the token before"
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """``experts``: int ``[tokens, layers, n]``, -1 for none."""
+    """Predicted experts, int ``[tokens, layers, n]``; -1 for none."""
 
     name: str
     distance: int | None
@@ -29,8 +29,8 @@ class Predictor:
 
 
 def predictors(trace: Trace) -> list[Predictor]:
-    """The guesses of each distance, as many as a token has experts and all of them, and those to compare them with. Raises
-    ``ValueError`` for a trace without guesses."""
+    """For each distance, the top-k guesses and all guesses; then the predictors to compare them with. Raises ``ValueError`` for
+    a trace without guesses."""
     if trace.guesses is None:
         raise ValueError("the trace has no guesses")
     guessed, top_k = trace.guesses.experts, trace.ids.shape[2]
@@ -52,7 +52,7 @@ def _before(trace: Trace) -> np.ndarray:
 
 
 def foreseen(trace: Trace, policy: str, residency: float, batch: int = 1, warmup_fraction: float = 0.5) -> list[Foreseen]:
-    """Of the misses that ``replay`` with these arguments has, for each of ``predictors``."""
+    """For each of ``predictors``, how it foresees the misses of ``replay`` with these arguments."""
     workload = Workload.of(trace, batch, warmup_fraction)
     held_by = workload.policy(policy, residency)
     for activated in workload.warmup:
@@ -65,7 +65,7 @@ def foreseen(trace: Trace, policy: str, residency: float, batch: int = 1, warmup
     for tokens, activated in zip(steps, workload.scored, strict=True):
         before = held_by.resident
         missed = activated & ~held_by.step(activated).hit
-        # As the layer found it: earlier layers of the step may have evicted some, and a move may have come before it.
+        # What the layer found: earlier layers of the step may have evicted experts, and a move may have preceded it.
         held = (before | activated) & ~missed
         for count, each, guessed in zip(counts, every, guessing, strict=True):
             brought = _used(each.experts[tokens[tokens >= 0]][:, layers], activated.shape) & ~held
@@ -87,7 +87,7 @@ def foreseen(trace: Trace, policy: str, residency: float, batch: int = 1, warmup
 
 
 def _used(ids: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """``ids[tokens, layers, n]`` as flags."""
+    """``ids[tokens, layers, n]`` as ``bool[layers, experts]``."""
     used = np.zeros((shape[0], shape[1] + 1), dtype=bool)  # -1 sets the last column
     used[np.arange(shape[0])[None, :, None], ids] = True
     return used[:, :-1]

@@ -1,4 +1,4 @@
-"""The names of the policies that a replay compares, and its default hardware figures."""
+"""Names of the policies that a replay compares, and its default hardware figures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ OFFERED = {
     SHIPPED: "--expert-offload-adapt continuous",
     SLOTS: "--expert-offload-slots",
 }
-"""The policies that a server offers, and the flag for each."""
+"""The policies that a server offers, with the flag for each."""
 AHEAD = ("static-oracle", "belady")
 """Policies that know the future."""
 
 EXPERT_BYTES = 4 << 20
 LINK_GBPS = PCIE5.rate
-"""The assumed bytes of an expert, and rate of the link (10^9 bytes a second). They scale the bytes and seconds of all policies
-alike."""
+"""Assumed bytes per expert and link rate (10^9 bytes per second). They scale all policies alike."""

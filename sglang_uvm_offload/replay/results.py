@@ -1,4 +1,4 @@
-"""What a replay found, as records: ``replay --json`` prints them, and a report checks them when it reads them."""
+"""A replay's results as records, which ``replay --json`` prints and a report validates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Amount = Annotated[float, Meta(ge=0, le=1e30)]
 
 
 class Replay(Struct, frozen=True):
-    """One policy's result over the scored steps. ``hit_rate``: the share of activations that VRAM served, 0 without any. Bytes
-    and seconds are those of the link: reads plus moves."""
+    """One policy's result over the scored steps. ``hit_rate``: the share of activations served from VRAM; 0 without
+    activations. Bytes and seconds count reads and moves over the link."""
 
     policy: str
     residency: Share
@@ -27,7 +27,7 @@ class Replay(Struct, frozen=True):
     step_seconds: Amount
     per_layer_hit_rate: Annotated[list[Share], Meta(max_length=MAX_LAYERS)]
     hit_rate_over_time: Annotated[list[Share], Meta(max_length=1000)]
-    """Hit rate of each of up to 100 equal spans of the scored steps."""
+    """Hit rates of up to 100 equal spans of the scored steps."""
 
 
 class Split(Struct, frozen=True):
@@ -45,49 +45,49 @@ class Split(Struct, frozen=True):
 
 
 class DraftReads(Struct, frozen=True):
-    """Of steps with so many draft tokens, on average over steps that begin at each scored token."""
+    """Averages for steps with this many draft tokens, over steps that begin at each scored token."""
 
     drafts: int
     kept_per_step: float
-    """Tokens, one of them the target's own."""
+    """Tokens kept per step, including the target's own."""
     read_bytes_per_step: float
     read_bytes_per_token: float
-    """For each kept one."""
+    """Bytes read per kept token."""
     token_seconds: float
-    """The time of its share of a step: on the link, and of what a step takes beside."""
+    """Seconds per kept token: its share of the step's link time and of the rest of the step."""
 
 
 class Foreseen(Struct, frozen=True):
-    """Of the misses of the layers that a predictor guesses, on average over the scored steps."""
+    """How a predictor foresees the misses of the layers that it guesses, averaged over the scored steps."""
 
     policy: str
     predictor: str
     distance: int | None
-    """The MoE layers by which a guess comes before its layer; None for a predictor for comparison."""
+    """How many MoE layers ahead a guess is made; None for a predictor that serves as comparison."""
     layers: int
-    """Those that are guessed."""
+    """The number of guessed layers."""
     misses_per_step: float
     brought_per_step: float
     """Guessed experts that are not held."""
     recall: float
-    """The share of the misses that are brought."""
+    """The share of misses that are fetched."""
     precision: float
-    """The share of what is brought that is a miss."""
+    """The share of fetched experts that are misses."""
 
 
 class Scope(Struct, frozen=True):
     """What a replay scores, and the hardware that it takes."""
 
     requests: Count
-    """Scored, and so are ``steps``."""
+    """Scored requests; ``steps`` are scored steps."""
     steps: Count
     warmup_requests: Count
     warmup_steps: Count
     layers: Count
-    """Those that route."""
+    """Layers with routing."""
     num_experts: Count
     num_resident: Count
-    """Of each layer."""
+    """Resident experts per layer."""
     residency: Share
     batch: Count
     link_gbps: Amount

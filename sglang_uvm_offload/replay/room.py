@@ -1,4 +1,4 @@
-"""The host RAM that a replay takes, checked before any is taken: a trace of a megabyte may declare steps for a terabyte."""
+"""The host RAM that a replay needs, checked beforehand: a trace of a megabyte may expand to steps of a terabyte."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sglang_uvm_offload.routing.trace import Trace
 from sglang_uvm_offload.units import size
 
 _REQUEST_BYTES = 256
-"""Of a request, while the steps are laid out."""
+"""Bytes per request while steps are laid out."""
 _EXPERT_BYTES = 4096
-"""Of an expert in a layer: a policy's state, most of it what the forecasts learn of the expert."""
+"""Bytes of policy state per expert and layer, mostly for forecasts."""
 
 
 class NoRoom(ValueError):
-    """The replay does not fit in host RAM; the message says what it takes and what there is."""
+    """The replay does not fit in host RAM. The message gives needed and available memory."""
 
 
 def check(trace: Trace, batch: int, policies: Collection[str] = ()) -> None:
-    """Raise ``NoRoom`` if replaying ``trace``, with ``batch`` requests at once, may take more host RAM than is available."""
+    """Raise ``NoRoom`` if replaying ``trace`` with ``batch`` concurrent requests may take more host RAM than is available."""
     need, available = needed(trace, batch, policies), host_available()
     if need <= available:
         return
@@ -29,15 +29,15 @@ def check(trace: Trace, batch: int, policies: Collection[str] = ()) -> None:
 
 
 def needed(trace: Trace, batch: int, policies: Collection[str] = ()) -> int:
-    """Bytes, at most, in addition to the trace itself."""
+    """An upper bound on the bytes needed besides the trace itself."""
     cells = trace.num_layers * (trace.num_experts + 1)
-    # In each step, each expert has a flag and its copy without layers that route nothing, belady its next use (int32).
+    # Per step and expert: a flag, its copy without layers that route nothing, and for belady the next use (int32).
     of_step = 8 * batch + 64 * trace.num_layers + (6 if "belady" in policies else 2) * cells
     indices = 16 * trace.ids.size  # of the ids, while the flags are set
     return _steps(trace, batch) * of_step + indices + _EXPERT_BYTES * cells + _REQUEST_BYTES * trace.num_requests
 
 
 def _steps(trace: Trace, batch: int) -> int:
-    """At most so many: each of the two parts (warm-up, scored) ends with up to one request running alone."""
+    """An upper bound: each of the two parts (warm-up, scored) may end with one request running alone."""
     longest = int(trace.seq_len.max(initial=0)) if batch > 1 else 0
     return -(-len(trace.ids) // batch) + 2 * longest

@@ -1,7 +1,7 @@
-"""Replaying a routing trace through the real manager over emulated memory, and through baseline policies.
+"""Replays a routing trace through the real manager over emulated memory, and through baseline policies.
 
-A step is served as a whole: its activations are looked up in the residency at its start. The first part of the requests warms
-up, the rest is scored, and state persists. Policies that read a miss in place pay its bytes each time; caches move it once.
+A step is served as a whole, with the residency at its start. The first part of the requests warms up, the rest is scored, and
+state persists between them. Policies that read misses in place pay their bytes each time; caches move them once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sglang_uvm_offload.routing.trace import Trace
 
 @dataclass(frozen=True)
 class Workload:
-    """One trace at one batch: the experts that each step uses, ``bool[steps, layers, experts]``, for the warm-up steps and the
-    scored ones. Layers without routing are left out."""
+    """One trace at one batch size: the experts that each warm-up step and each scored step uses, ``bool[steps, layers,
+    experts]``. Layers without routing are left out."""
 
     batch: int
     warmup: np.ndarray
@@ -41,8 +41,8 @@ class Workload:
 
     @classmethod
     def of(cls, trace: Trace, batch: int = 1, warmup_fraction: float = 0.5) -> Workload:
-        """``batch`` requests at once; the first ``warmup_fraction`` of them warms up. Raises ``ValueError`` if none is left to
-        score."""
+        """The workload with ``batch`` concurrent requests. The first ``warmup_fraction`` of the requests warms up. Raises
+        ``ValueError`` if none is left to score."""
         warmup, scored = (trace.activated(trace.steps(part, batch)) for part in trace.split(warmup_fraction))
         if not len(scored):
             raise ValueError(f"a warm-up of {warmup_fraction} leaves no request to score")
@@ -59,7 +59,7 @@ class Workload:
         return self.scored.shape[1], self.scored.shape[2]
 
     def capacity(self, residency: float) -> np.ndarray:
-        """``int[layers]``: the residents of each layer, a ``residency`` (0..1) share of its experts."""
+        """Residents per layer, ``int[layers]``, for a ``residency`` (0..1) share of the experts."""
         return np.full(self.shape[0], round(residency * self.shape[1]))
 
     def policy(self, name: str, residency: float) -> ReplayPolicy:
@@ -73,11 +73,11 @@ class Workload:
 
 
 class Managed:
-    """The shipped policy: the real manager with continuous adaptation, fed with the routing of decode steps. Moves and
-    decisions take no time, and a move may follow each decision."""
+    """The shipped policy: the real manager with continuous adaptation, fed with decode routing. Moves and decisions take no
+    time, and each decision may be followed by a move."""
 
     def __init__(self, shape: tuple[int, int], num_resident: int):
-        """``shape``: layers, and experts per layer, of which ``num_resident`` are resident. An expert is a block of memory."""
+        """``shape``: (layers, experts per layer). ``num_resident`` experts per layer are resident. Each expert is one block."""
         requested = parse(
             {"num_resident": num_resident, "resident_selection": "first_n", "adapt": "continuous", "stream_tokens": "inf"}
         )
@@ -96,8 +96,8 @@ class Managed:
         self.resident = self._resident()
 
     def step(self, activated: np.ndarray) -> Served:
-        """Serve a decode step. Tokens that share an expert make one activation of it, so the step is fed as one token that uses
-        all experts."""
+        """Serve a decode step. Tokens that share an expert activate it once, so the step is fed as one token that uses all its
+        experts."""
         before = self.resident
         self.manager.begin_step(self._model, 1, 1, Phase.DECODE)
         assert self._model.counters is not None
@@ -126,7 +126,8 @@ class _Idle:
 def scope(
     trace: Trace, residency: float, batch: int, warmup_fraction: float, link_gbps: float | None, expert_bytes: int | None
 ) -> Scope:
-    """Of ``replay`` with these arguments; None for what is not known, and assumed. Raises ``ValueError`` as it does."""
+    """The scope of ``replay`` with these arguments. None means unknown, to be assumed. Raises ``ValueError`` as ``replay``
+    does."""
     workload, parts = Workload.of(trace, batch, warmup_fraction), trace.split(warmup_fraction)
     return Scope(
         requests=len(parts[1]),
@@ -154,8 +155,8 @@ def replay(
     link_gbps: float = LINK_GBPS,
     expert_bytes: int = EXPERT_BYTES,
 ) -> Replay:
-    """Serve ``trace`` with ``residency`` (0..1) of each layer's experts resident, ``batch`` requests at once, over a link of
-    ``link_gbps`` 10^9 bytes a second. Raises ``ValueError`` for what cannot be replayed."""
+    """Serve ``trace`` with the share ``residency`` (0..1) of each layer's experts resident and ``batch`` concurrent requests,
+    over a link of ``link_gbps`` 10^9 bytes per second. Raises ``ValueError`` for a trace that cannot be replayed."""
     workload = Workload.of(trace, batch, warmup_fraction)
     return serve(policy, workload.policy(policy, residency), workload, residency, link_gbps, expert_bytes)
 
@@ -200,7 +201,7 @@ def serve(
     link_gbps: float = LINK_GBPS,
     expert_bytes: int = EXPERT_BYTES,
 ) -> Replay:
-    """Run ``policy`` over ``workload``, and report it as ``name`` at ``residency``."""
+    """Run ``policy`` over ``workload``. The result names it ``name`` at ``residency``."""
     for activated in workload.warmup:
         policy.step(activated)
     steps = len(workload.scored)

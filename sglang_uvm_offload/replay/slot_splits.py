@@ -1,4 +1,4 @@
-"""Slots on a trace: the real policy of the rows in VRAM that layers share, and VRAM split between them and residents.
+"""Slots on a trace: the real slot policy, and splits of VRAM between slots and residents.
 
 A miss crosses the link once, whether it is read in place or fills a slot. Arrays are ``bool[layers, experts]``.
 """
@@ -14,12 +14,11 @@ from sglang_uvm_offload.replay.baselines import Served
 from sglang_uvm_offload.replay.results import Split
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The shares of VRAM in slots that a sweep tries."""
+"""Shares of VRAM in slots to try."""
 
 
 class SlotCache:
-    """One pool with ``slots`` slots for each layer of ``shape``, and ``residents`` that never change. Other experts are
-    offloaded whole."""
+    """One slot pool, ``slots`` per layer of ``shape``, and fixed ``residents``. All other experts are offloaded."""
 
     def __init__(self, shape: tuple[int, int], slots: int, residents: np.ndarray):
         self._residents = residents
@@ -41,5 +40,5 @@ class SlotCache:
 
 
 def best_split(splits: Sequence[Split]) -> Split:
-    """The split with the least link time, of equal ones that with the fewest slots: residents need no fills."""
+    """The split with the least link time; among equals, the one with fewest slots, because residents need no fills."""
     return min(splits, key=lambda split: (split.step_seconds, split.slots))

@@ -1,9 +1,8 @@
-"""Recording which experts each decoded token used, on the compute device, inside CUDA graphs too.
+"""Records the experts of each decoded token on the compute device, also inside CUDA graphs.
 
-Each layer copies its ids to a buffer on the device, and beside them what it guesses of the layers that follow; these copies are
-captured with the layer. After a step's launch, its rows are
-copied to pinned host memory in stream order, and read there some steps later, when an event shows their arrival. No step waits
-for that.
+Each layer copies its ids to a device buffer, next to its guesses for the following layers; graphs capture these copies. After a
+step is launched, its rows are copied to pinned host memory in stream order. They are read some steps later, when an event shows
+that they have arrived. No step waits for them.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from sglang_uvm_offload.units import size
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
-"""Host memory for ids and guesses; recording stops when it is full. Writing the file takes up to 1.5 times as much for a
-while."""
+"""Host memory for ids and guesses. Recording stops when it is full. Writing the file temporarily takes up to 1.5 times as
+much."""
 RING_STEPS = 4
-"""Steps whose ids may be in flight to the host. SGLang launches at most one step before it reads the tokens of the last."""
+"""Steps whose ids may be in flight to the host. SGLang launches at most one step before it reads the last one's tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Guessing:
-    """What is guessed: ``most`` experts of each layer at each distance. ``folded``: as in ``Guesses``."""
+    """The guesses to record: ``most`` experts per layer and distance. ``folded``: as in ``Guesses``."""
 
     folded: np.ndarray
     most: int
 
     @property
     def width(self) -> int:
-        """Guesses of a layer."""
+        """Guesses per layer."""
         return self.folded.shape[1] * self.most
 
 
 class TokenLog:
-    """The ids of decoded tokens in order of arrival, with the guesses beside them, and the request of each. It is append-only,
-    so another thread can read a prefix while it grows."""
+    """The ids and guesses of decoded tokens in order of arrival, and the request of each token. The log is append-only, so
+    another thread can read a prefix while it grows."""
 
     def __init__(self, num_experts: int, top_k: int, guessing: Guessing, max_bytes: int):
         self.num_experts = num_experts
@@ -56,7 +55,7 @@ class TokenLog:
         self.guessing = guessing
         num_layers, width = len(guessing.folded), top_k + guessing.width
         self.max_tokens = max_bytes // (2 * num_layers * width)
-        # The kernel commits only the pages that are written.
+        # The operating system commits only pages that are written.
         self._ids = np.empty((self.max_tokens, num_layers, width), dtype=np.int16)
         self._request = np.empty(self.max_tokens, dtype=np.int32)
         self.tokens = 0
@@ -67,8 +66,8 @@ class TokenLog:
         return self.tokens + tokens <= self.max_tokens
 
     def add(self, ids: np.ndarray, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """Append one step's ``ids[token, layer, k + guesses]``. Token ``i`` brings request ``names[i]`` to ``lengths[i]``
-        tokens. A request continues if the last step appended its previous token, else it begins anew."""
+        """Append one step's ``ids[token, layer, k + guesses]``. With token ``i``, request ``names[i]`` reaches ``lengths[i]``
+        tokens. A request continues if the last step appended its previous token; otherwise it starts anew."""
         end = self.tokens + len(ids)
         self._ids[self.tokens : end] = ids
         going_on = self._running
@@ -94,7 +93,7 @@ class TokenLog:
 
 
 class _Slot:
-    """Host memory for the ids of one step, and the event that is recorded after their copy."""
+    """Host memory for one step's ids, and the event recorded after their copy."""
 
     def __init__(self, like: torch.Tensor):
         self.ids = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
@@ -103,7 +102,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launched step. Its ids are, or will be, in the first rows of ``slot``."""
+    """A launched step, whose ids arrive in the first rows of ``slot``."""
 
     slot: _Slot
     names: Sequence[str]
@@ -111,8 +110,8 @@ class _Step:
 
 
 class Recorder:
-    """Records one rank's decode steps, and writes them to ``path``. All methods run on the thread that launches steps; only the
-    function that ``pending`` returns may run on another."""
+    """Records one rank's decode steps and writes them to ``path``. All methods run on the thread that launches steps; only the
+    function that ``pending`` returns may run on another thread."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class Recorder:
         protected: atomic_file.Protected = atomic_file.NOTHING,
         guessing: Guessing | None = None,
     ):
-        """``locations``: of the experts of each layer; they must stay. A step of more than ``max_rows`` tokens cannot be
+        """``locations``: where each layer's experts are; they must not change. Steps of more than ``max_rows`` tokens cannot be
         recorded."""
         self.path = path
         self._protected = protected
@@ -135,7 +134,7 @@ class Recorder:
         self.guessing = guessing or Guessing(np.zeros((num_layers, 0), dtype=bool), 0)
         self.log = TokenLog(max(where.num_experts for where in locations), top_k, self.guessing, max_bytes)
         self._expert_at = np.full((num_layers, places + 1), -1, dtype=np.int16)
-        """The checkpoint's id of the expert at each place; the last place is -1, no expert."""
+        """The checkpoint's expert id at each place. The last place holds -1, for no expert."""
         for row, where in zip(self._expert_at, locations, strict=True):
             row[: where.experts.size] = where.experts
         self.dropped_steps = 0
@@ -164,8 +163,8 @@ class Recorder:
         kept.copy_(experts[: len(kept)])
 
     def end_step(self, names: Sequence[str], lengths: Sequence[int]) -> None:
-        """A decode step was launched on the current stream. Row ``i`` of its batch is the token that brings request
-        ``names[i]`` to ``lengths[i]`` tokens."""
+        """Record the decode step that was just launched on the current stream. With row ``i`` of its batch, request
+        ``names[i]`` reaches ``lengths[i]`` tokens."""
         self.poll()
         if self.stopped:
             return
@@ -183,20 +182,20 @@ class Recorder:
             self._launched.append(_Step(slot, names, lengths))
 
     def drop(self, reason: str) -> None:
-        """A decode step cannot be recorded. Requests that continue after it begin anew in the trace."""
+        """Skip a decode step that cannot be recorded. Requests that continue after it start anew in the trace."""
         self.dropped_steps += 1
         if self.dropped_steps == 1:
             logger.warning("Expert offload: trace: a decode step is not recorded: %s. Further ones are only counted.", reason)
 
     def poll(self, wait: bool = False) -> None:
-        """Append the steps whose ids have arrived, in order; with ``wait`` all launched ones. What fails, such as for want of
-        memory, ends recording and nothing else."""
+        """Append the steps whose ids have arrived, in order; with ``wait``, all launched steps. An error, such as a lack of
+        memory, ends only the recording."""
         try:
             self._append_arrived(wait)
         except Exception as error:
             self.stopped = True
             logger.exception(
-                "Expert offload: trace: recording stopped: %s: %s. Serving goes on, and what was recorded before is saved.",
+                "Expert offload: trace: recording stopped: %s: %s. Serving continues, and earlier steps are saved.",
                 type(error).__name__,
                 error,
             )
@@ -220,7 +219,7 @@ class Recorder:
             self.stopped = True
             logger.error(
                 "Expert offload: trace: recording stopped: the routing has expert ids %d to %d, and the model has experts 0 to "
-                "%d. What was recorded before is saved.",
+                "%d. Earlier steps are saved.",
                 low,
                 high,
                 places - 1,
@@ -239,7 +238,7 @@ class Recorder:
             self.log.add(np.concatenate([experts, guesses], axis=-1), step.names, step.lengths)
 
     def pending(self, wait: bool) -> Callable[[], None] | None:
-        """A function that saves everything that has arrived, None if that is saved already. It may run on another thread, and
+        """A function that saves everything that has arrived; None if all of it is saved. It may run on another thread, and
         raises ``OSError``. With ``wait``, all launched steps are included."""
         self.poll(wait)
         tokens = self.log.tokens

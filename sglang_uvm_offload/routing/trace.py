@@ -1,4 +1,4 @@
-"""A routing trace: which experts each token of some requests used, layer by layer.
+"""A routing trace: the experts that each token of some requests used, layer by layer.
 
 A trace file is an ``npz`` with ``ids[token, layer, k]`` (integers), ``seq_len[request]`` (tokens per request; ``ids`` holds
 the requests one after another) and the scalar ``num_experts``. The id -1 means no expert; so does 255 or 65535, its unsigned
@@ -20,9 +20,9 @@ from sglang_uvm_offload.files import npz
 from sglang_uvm_offload.routing.guesses import ARRAYS, MAX_DISTANCES, Guesses, GuessesError
 
 MAX_BYTES = 1 << 30
-"""Of the ids, and of the guesses: what a server records, in the largest integers."""
+"""The limit for the ids and for the guesses: what a server records, in the largest integers."""
 MAX_IDS = 1 << 28
-"""Twice what a server records: half a GiB once they are int16."""
+"""Twice what a server records; half a GiB as int16."""
 UNSIGNED_MINUS_ONE = frozenset((1 << bits) - 1 for bits in (8, 16, 32, 64))
 _WIDER = {"u1": np.int16, "u2": np.int32, "u4": np.int64, "u8": np.int64}
 MAX_LAYERS = 1 << 10
@@ -30,7 +30,7 @@ MAX_EXPERTS = 1 << 15
 
 
 class TraceError(ValueError):
-    """The file is not a trace, or not a usable one; the message has the reason."""
+    """The file is not a usable trace. The message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ class Trace:
         return cls(ids, seq_len, int(num_experts.reshape(())), Guesses(*guesses) if guesses else None)
 
     def save(self, file: str | os.PathLike[str] | IO[bytes]) -> None:
-        """Write the file, with one byte per id if they fit. Not compressed: a server that ends has only seconds for it, and
-        compressing a full recording takes longer."""
+        """Write the file, with one byte per id if ids fit. It is not compressed: compressing a full recording takes longer than
+        the seconds that an ending server has."""
         guesses = self.guesses
         arrays: dict[str, Any] = {"ids": _small(self.ids), "seq_len": self.seq_len, "num_experts": np.int64(self.num_experts)}
         if guesses is not None:
@@ -108,14 +108,14 @@ class Trace:
         np.savez(file, **arrays)
 
     def split(self, fraction: float) -> tuple[range, range]:
-        """The first ``fraction`` (0..1) of the requests, and the others."""
+        """The first ``fraction`` (0..1) of the requests, and the rest."""
         # Rounded before truncation: 0.29 * 100 is 28.999999999999996.
         first = int(round(self.num_requests * fraction, 6))
         return range(first), range(first, self.num_requests)
 
     def steps(self, requests: range, batch: int) -> np.ndarray:
-        """The tokens of each decode step if up to ``batch`` of ``requests`` run at once: int64 ``[steps, batch]``, indices into
-        ``ids``, -1 for an idle slot. A step has one token of each running request; when one ends the next begins."""
+        """The tokens of each decode step with up to ``batch`` of ``requests`` running: int64 ``[steps, batch]``, indices into
+        ``ids``; -1 for an idle place. A step has one token per running request. When a request ends, the next one begins."""
         ends = np.cumsum(self.seq_len)
         slot_steps = np.zeros(batch, dtype=np.int64)
         placed = []
@@ -135,13 +135,13 @@ class Trace:
         layers = np.arange(self.num_layers)[None, :, None]
         for slot in range(batch):
             running = np.flatnonzero(steps[:, slot] >= 0)
-            # The id -1 sets the last column, which is not returned.
+            # Id -1 sets the last column, which is dropped.
             activated[running[:, None, None], layers, self.ids[steps[running, slot]]] = True
         return activated[:, :, : self.num_experts]
 
 
 def _signed(ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """``ids`` with -1 in place of what it is as an unsigned integer, by which other tools mark places without an expert."""
+    """``ids`` with -1 restored where another tool stored it as an unsigned integer."""
     most = int(ids.max()) if ids.size and ids.dtype.kind in "iu" else 0
     if most not in UNSIGNED_MINUS_ONE or most < num_experts:
         return ids
@@ -152,7 +152,7 @@ def _signed(ids: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def _small(ids: np.ndarray) -> np.ndarray:
-    """In one byte each, if they fit."""
+    """The ids with one byte each, if they fit."""
     if ids.size:
         for small in (np.uint8, np.int8):
             if np.iinfo(small).min <= ids.min() and ids.max() <= np.iinfo(small).max:
@@ -161,7 +161,7 @@ def _small(ids: np.ndarray) -> np.ndarray:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the file has exactly the arrays of a trace. The ids are not read: they may be large."""
+    """Whether the file has exactly the arrays of a trace. The ids, which may be large, are not read."""
     try:
         (num_experts,) = npz.read(path, {"num_experts": 64})
         known = {"ids", "seq_len", "num_experts"}

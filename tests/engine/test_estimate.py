@@ -102,7 +102,7 @@ def test_where_everything_fits_offloading_is_not_needed_and_a_number_that_does_n
     found = estimated(num_resident=12)
     assert found.facts == ["estimated: 12 of 16 experts a layer in VRAM; each rank decides by what it measures"]
     demand = f"a KV cache of {TOKENS} tokens (as --max-total-tokens gives them)"
-    assert found.doubts == [f"estimated: {N} 12: leaves no room for {demand}; at most 8 residents do"]
+    assert found.doubts == [f"estimated: {N} 12: leaves no room for {demand}; at most 8 residents fit"]
     assert estimated(num_resident=12, room=fraction(model, 8, 0, beside=-(128 << 20))).facts == [], "no rank starts with it"
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of drafts that should cost more than they bring."""
+"""A plan warns of drafts that are predicted to cost more than they gain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def note(residents: int, slots: int = 0, rates: bool = True, **work: Any) -> str
     return draft_note(asked, Division(residents, slots, 0))
 
 
-def test_at_low_residency_drafts_read_more_for_each_token_than_they_bring():
+def test_at_low_residency_drafts_cost_more_than_they_gain():
     found = note(64)
     assert "tokens a second, and" in found
     assert "assumed: 2.5 of 4 verified tokens are kept" in found

@@ -75,7 +75,7 @@ def test_fewer_slots_than_are_usual_where_host_ram_holds_no_more_are_noted():
     assert 0 < short.slots < plenty.slots
     assert short.host_needed <= 400 * GIB
     (note,) = [note for note in short.notes if "because host RAM" in note]
-    assert note.startswith(f"--expert-offload-slots auto: {short.slots} slots, not {AUTO.of(short.rows, 256)}, because")
+    assert note.startswith(f"--expert-offload-slots auto: {short.slots} of {AUTO.of(short.rows, 256)} slots, because")
     assert not any("because host RAM" in note for note in plenty.notes)
 
 
@@ -83,7 +83,7 @@ def test_where_every_expert_fits_slots_are_of_no_use():
     for slots in (AUTO, Slots(300)):
         found = planned(on="8xB200", given={"slots": slots})
         assert (found.num_resident, found.slots) == (256, 0)
-        no_use = ", and --expert-offload-slots is of no use" if slots.asked else ""
+        no_use = ", and --expert-offload-slots has no effect" if slots.asked else ""
         assert f"every expert fits in VRAM: offloading is not needed{no_use}" in found.notes
 
 

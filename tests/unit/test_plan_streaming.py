@@ -80,7 +80,7 @@ def test_buffers_take_vram_of_residents_where_they_are_chosen_or_given():
     beside = planned(given={"num_resident": none.num_resident})
     assert (beside.fits, beside.stream_buffers) == (True, 0)
     (problem,) = planned(given={"num_resident": none.num_resident, "stream_gb": 4}).problems
-    assert problem.endswith(f"; at most {given.num_resident} residents do")
+    assert problem.endswith(f"; at most {given.num_resident} residents fit")
 
 
 def test_doing_without_the_buffers_that_were_asked_for_is_a_remedy():

@@ -309,7 +309,7 @@ def test_a_given_number_that_does_not_fit_is_refused_with_the_most_that_does():
     assert "--expert-offload-num-resident 100" in fewer.flags
     (problem,) = refused.problems
     assert problem.startswith(f"--expert-offload-num-resident {most + 1}: ")
-    assert problem.endswith(f"(for 2 requests of 8192 tokens); at most {most} residents do")
+    assert problem.endswith(f"(for 2 requests of 8192 tokens); at most {most} residents fit")
     assert not refused.flags
     beyond = planned(given={"num_resident": 257})
     assert beyond.problems == ("--num-resident 257: the model has 256 experts a layer",)
@@ -328,7 +328,7 @@ def test_the_report_says_what_it_rests_on():
     assert f"It fits: {found.num_resident} of 256 experts a layer resident" in text
     assert all(flag in text for flag in found.flags)
     assert "read rate 55 GB/s x 0.94, and at most a rank's share of host memory's 614.4 x 0.7: 51.7 GB/s" in text
-    assert "worst published read rate 35 GB/s: kernels on each GPU of a machine with eight H100" in text
+    assert "slowest published read rate 35 GB/s: kernels on each GPU of a machine with eight H100" in text
     (assumed,) = [line for line in text.splitlines() if line.startswith("assumed: ")]
     assert all(f"{name} {value}" in assumed for name, value in dataclasses.asdict(found.assumptions).items())
 
@@ -462,26 +462,26 @@ def test_plain_sglang_is_planned_as_it_would_be_launched():
 
 def test_a_useless_plan_is_called_useless():
     none, few, enough = (planned(given={"num_resident": number}) for number in (0, 15, 16))
-    assert none.useless[0] == "no expert is resident: every step reads each expert that it uses over the link"
+    assert none.useless[0] == "no expert is in VRAM: every step reads all its experts over the link"
     assert few.useless[0].startswith("15 residents are fewer than twice the 8 experts that a token uses")
     assert enough.useless == ()
     text = render(none)
-    assert "It fits: 0 of 256 experts a layer resident (0%).\nBut this plan is useless:\n  - no expert is resident" in text
+    assert "It fits: 0 of 256 experts a layer resident (0%).\nBut this plan is useless:\n  - no expert is in VRAM" in text
     assert "useless" not in render(enough)
 
 
 def test_a_plan_that_a_cpu_engine_beats_on_a_slow_link_only_says_so():
     where = preset("4x4090")
     found = planned("glm-4.5-air", where, context_length=32768, requests=1)
-    (note,) = [each for each in found.notes if "worst published rate" in each]
+    (note,) = [each for each in found.notes if "slowest published link" in each]
     best = max(found.speeds, key=lambda speed: speed.decode_tokens_s)
     assert note.startswith(
-        "at the worst published rate of such a link, an engine that computes the experts on the CPU would be"
+        "over the slowest published link of this kind, an engine that computes the experts on the CPU would be"
     )
     assert f"{best.least.cpu_engine_tokens_s:.1f} tok/s against {best.least.decode_tokens_s:.1f}" in note
     assert found.useless == ()
     unknown = planned("glm-4.5-air", dataclasses.replace(where, link=None), context_length=32768, requests=1)
-    assert not any("worst published" in each for each in unknown.notes)
+    assert not any("slowest published" in each for each in unknown.notes)
 
 
 def test_a_plan_slower_than_a_cpu_engine_is_useless():
