@@ -79,7 +79,7 @@ def test_tensor_maps_are_of_the_experts_in_graphs_and_of_the_buffers_in_long_pro
     ]
     if tma == "off":
         assert maps == []
-        assert "load no weights by TMA" in result["log"]
+        assert "do not use TMA loads for weights" in result["log"]
         return
     experts = {it.start for it in managed[: 2 * LAYERS]}
     assert set(captured) == experts

@@ -218,7 +218,7 @@ def test_gpus_that_are_not_there_are_one_problem(monkeypatch):
     """--tp-size 8 --dp-size 8 without --enable-dp-attention asks for 64."""
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.visible_gpus", lambda: [("NVIDIA H20", 1)] * 8)
     monkeypatch.setattr("sglang_uvm_offload.cuda.device.device_problems", lambda gpu: ["virtual"] if gpu < 8 else ["absent"])
-    assert devices.gpu_problems(list(range(64))) == ["there are no CUDA devices 8 to 63: the driver shows 8", "virtual"]
+    assert devices.gpu_problems(list(range(64))) == ["CUDA devices 8 to 63 do not exist: the driver shows 8", "virtual"]
     assert devices.gpu_problems(list(range(9))) == ["virtual", "absent"]
 
 
@@ -341,7 +341,7 @@ def test_tactics_are_not_timed_over_pcie(caplog, runner, drafts, quantization, d
     with caplog.at_level("INFO"):
         settings = launch_checks._autotuning(cfg, quantization)
     assert settings == ({"disable_flashinfer_autotune": True} if disabled else {})
-    assert ("sets --disable-flashinfer-autotune" in caplog.text) == disabled
+    assert ("setting --disable-flashinfer-autotune" in caplog.text) == disabled
 
 
 def test_autotuning_that_is_off_or_on_a_cpu_is_left_alone():

@@ -39,7 +39,7 @@ def problems(**fields: Any) -> list[str]:
         ({"ep_num_redundant_experts": -1}, "--ep-num-redundant-experts -1: must be 0 or more"),
         (
             {"mem_fraction_static": float("nan")},
-            "--mem-fraction-static nan (SGLang's choice, if not given): must be above 0 and",
+            "--mem-fraction-static nan (SGLang's choice if not given): must be above 0 and",
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_sglang_chooses_and_the_limits_are_accepted() -> None:
         ({PLACE: [ROW[::-1]] * LAYERS}, None),
         ({PLACE: [ROW] * (LAYERS - 1)}, "has 47 layers of 128 experts, but SGLang needs 48 of 128"),
         ({PLACE: [ROW * 2] * LAYERS}, "has 48 layers of 256 experts, but SGLang needs 48 of 128"),
-        ({PLACE: [[1, *ROW[1:]]] * LAYERS}, "SGLang needs 48 of 128, each of the model's among them"),
+        ({PLACE: [[1, *ROW[1:]]] * LAYERS}, "SGLang needs 48 of 128, with every logical expert present"),
         ({"logical_count": [[1] * EXPERTS] * LAYERS}, None),
         ({"logical_count": [[[1] * EXPERTS] * LAYERS] * 2}, None),
         ({"logical_count": [[1] * (EXPERTS - 1)] * LAYERS}, "has 48 layers of 127 experts"),
@@ -102,8 +102,8 @@ def test_a_map_that_sglangs_ranks_cannot_read_is_left_to_them(given: str) -> Non
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("openai/gpt-oss-20b", "GptOssForCausalLM in the checkpoint's order, and would answer wrongly; remove it"),
-        ("mistralai/Mixtral-8x7B-v0.1", "MixtralForCausalLM by a map, and would end at the first token; remove it"),
+        ("openai/gpt-oss-20b", "GptOssForCausalLM in checkpoint order and would generate wrong tokens; remove it"),
+        ("mistralai/Mixtral-8x7B-v0.1", "MixtralForCausalLM and fails at the first token; remove it"),
     ],
 )
 def test_a_model_that_takes_no_map_is_refused_with_one(model: str, words: str) -> None:

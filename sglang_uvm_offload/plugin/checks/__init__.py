@@ -1,1 +1,1 @@
-"""Why a launch cannot be served with offloading: every problem and warning, before anything loads."""
+"""Launch checks: every reason why a launch cannot offload, reported before anything loads."""

@@ -1,4 +1,4 @@
-"""SGLang's settings that offloading cannot be combined with."""
+"""SGLang settings that cannot be combined with offloading."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ _N = flag_name("num_resident")
 OWN_PATH_A2A = {"megamoe", "flashinfer_megamoe", "ascend_fuseep"}
 """All-to-all backends that compute experts without the quantisation method's ``apply``."""
 
-NO_EXPERTS = "SGLang's loader of it finds no parameter for an expert: it looks for one by the expert's name in the checkpoint"
+NO_EXPERTS = "SGLang's loader for it looks up expert parameters by their checkpoint name and finds none"
 
-_OWN_OFFLOAD = "it moves the same weights out of VRAM in its own way"
+_OWN_OFFLOAD = "it offloads the same weights itself"
 
 LOAD_FORMATS = {
     "bitsandbytes": NO_EXPERTS,
     "expert_pack": _OWN_OFFLOAD,
-    "flash_rl": "SGLang loads no model with experts by it, but dense ones of Qwen2 and Qwen3",
-    "gguf": "GGUF experts get their memory one by one as they are read, of sizes that are not known before",
-    "layered": "SGLang loads no model with experts by it, and what it builds has no memory that could be offloaded",
-    "remote_instance": "it sends weights from addresses registered for RDMA, and CUDA registers no unified memory for that",
+    "flash_rl": "SGLang uses it only for dense Qwen2 and Qwen3 models",
+    "gguf": "GGUF experts are allocated one by one while they load, with sizes unknown beforehand",
+    "layered": "SGLang loads no MoE model with it, and the model that it builds owns no memory to offload",
+    "remote_instance": "it sends weights from RDMA-registered memory, and CUDA cannot register unified memory for RDMA",
 }
-"""The refused ones, each with the reason. GPUDirect RDMA's documentation does not list unified memory."""
+"""The refused load formats, each with the reason. GPUDirect RDMA's documentation does not list unified memory."""
 
 QUANTIZATIONS = {"bitsandbytes": NO_EXPERTS}
-"""The refused ones, each with the reason."""
+"""The refused quantisations, each with the reason."""
 
 
 def problems(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Why SGLang's resolved arguments ``cfg`` cannot be served with ``config``."""
+    """Why ``config`` cannot be combined with SGLang's resolved arguments ``cfg``."""
     refused = {
         "--enable-paged-experts": (cfg.enable_paged_experts, _OWN_OFFLOAD),
         "--cpu-offload-gb": (cfg.cpu_offload_gb, _OWN_OFFLOAD),
         "--offload-group-size": (cfg.offload_group_size is not None and cfg.offload_group_size > 0, _OWN_OFFLOAD),
         "--kt-method / --kt-weight-path": (
             cfg.kt_weight_path,
-            "KTransformers computes experts on the CPU, from memory of its own",
+            "KTransformers computes experts on the CPU from its own memory",
         ),
-        "--enable-two-batch-overlap": (cfg.enable_two_batch_overlap, "two half batches are then in different layers at once"),
+        "--enable-two-batch-overlap": (cfg.enable_two_batch_overlap, "two half batches then run different layers at once"),
         "--enable-pdmux": (
             cfg.enable_pdmux,
-            "prefill and decode steps then run at the same time, and none is between two steps",
+            "prefill and decode steps then run concurrently, so there is no point between two steps",
         ),
-        "--use-ray": (cfg.use_ray, "its actors load no plugins"),
+        "--use-ray": (cfg.use_ray, "Ray actors load no plugins"),
         "--enable-nvidia-megakernel": (
             cfg.enable_nvidia_megakernel,
-            "it computes whole steps without SGLang's FusedMoE layers",
+            "it runs whole steps without SGLang's FusedMoE layers",
         ),
         "--weight-cache-mode": (
             cfg.weight_cache_mode not in (None, "off"),
-            "it shares weights between processes by CUDA IPC, which takes no unified memory",
+            "it shares weights between processes over CUDA IPC, which does not support unified memory",
         ),
         "--elastic-ep-backend": (
             cfg.elastic_ep_backend,
-            "it fetches experts into memory registered for RDMA, and CUDA registers no unified memory for that",
+            "it fetches experts into RDMA-registered memory, and CUDA cannot register unified memory for RDMA",
         ),
-        "--dwdp-size": ((cfg.dwdp_size or 1) > 1, "it moves experts to pages of its own, which other GPUs read"),
+        "--dwdp-size": ((cfg.dwdp_size or 1) > 1, "it moves experts to its own pages, which other GPUs read"),
         f"--moe-a2a-backend {cfg.moe_a2a_backend}": (
             cfg.moe_a2a_backend in OWN_PATH_A2A,
-            "it computes experts by one kernel of its own, from copies in its own layout",
+            "it computes experts in its own kernel, from copies in its own layout",
         ),
         f"--load-format {cfg.load_format}": _load_format(cfg.load_format),
         f"--speculative-draft-load-format {cfg.speculative_draft_load_format}": _load_format(cfg.speculative_draft_load_format),
@@ -75,7 +75,7 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
         ),
         "SGLANG_OPT_SM120_NVFP4_PHASE_LAYOUT": (
             compat.swaps_expert_memory(),
-            "it moves each layer's experts into another layer's memory between prefill and decode",
+            "it moves experts into another layer's memory between prefill and decode",
         ),
     }
     traces = {} if config.trace is None else _without_traces(cfg)
@@ -89,8 +89,8 @@ def problems(config: RequestedConfig, cfg: Any) -> list[str]:
 
 
 def _without_traces(cfg: Any) -> dict[str, tuple[Any, str]]:
-    """What can record no trace of the routing, with the reason."""
-    parts = "no rank sees the routing of whole steps"
+    """Settings under which no routing trace can be recorded, with the reason."""
+    parts = "no single rank sees the routing of a whole step"
     return {
         f"--ep-size {cfg.ep_size}": (cfg.ep_size > 1, parts),
         f"--pp-size {cfg.pp_size}": (cfg.pp_size > 1, parts),
@@ -100,24 +100,24 @@ def _without_traces(cfg: Any) -> dict[str, tuple[Any, str]]:
         f"--moe-dp-size {cfg.moe_dp_size}": (cfg.moe_dp_size > 1, parts),
         f"--speculative-algorithm {cfg.speculative_algorithm}": (
             cfg.speculative_algorithm,
-            "its steps verify several draft tokens per request and reject some",
+            "a step verifies several draft tokens per request and rejects some",
         ),
-        f"--dllm-algorithm {cfg.dllm_algorithm}": (cfg.dllm_algorithm, "it decodes blocks, not tokens"),
+        f"--dllm-algorithm {cfg.dllm_algorithm}": (cfg.dllm_algorithm, "it decodes blocks instead of tokens"),
     }
 
 
 OWN_FLAGS = {"kt_": "kt_weight_path", "paged_experts_": "enable_paged_experts", "offload_": "offload_group_size"}
-"""SGLang's own kinds of offloading: the prefix of their arguments, and the argument that turns each on."""
+"""SGLang's built-in offloading: the prefix of each kind's arguments, and the argument that enables it."""
 
 
 def ignored(server_args: Any) -> list[str]:
-    """Arguments of SGLang's own kinds of offloading that have no effect. The others are refused."""
+    """Arguments of SGLang's built-in offloading that have no effect. ``problems`` refuses the others."""
     differing, out = _differing(server_args), []
     for prefix, turns_on in OWN_FLAGS.items():
         named = [f"--{name.replace('_', '-')} {value}" for name, value in differing.items() if name.startswith(prefix)]
         if named and turns_on not in differing:
             needs = turns_on.replace("_", "-")
-            out.append(f"{', '.join(named)}: SGLang ignores it without --{needs}, and this plugin does not read it; remove it")
+            out.append(f"{', '.join(named)}: no effect without --{needs}, and this plugin does not read it; remove it")
     return out
 
 
@@ -139,10 +139,10 @@ def _load_format(given: str | None) -> tuple[bool, str]:
 
 
 def _named_experts(config: RequestedConfig, cfg: Any) -> list[str]:
-    """Experts that a flag names stay in VRAM on whichever rank has them, so their VRAM must be known at load."""
+    """Always-resident experts stay in VRAM on whichever rank holds them, so their size must be known at load."""
     if config.resident_ids is None or not cfg.enable_eplb:
         return []
     return [
-        f"--enable-eplb: cannot be combined with {flag_name('resident_ids')}: it changes which rank holds an expert, and in "
-        "how many copies, so the VRAM that named experts take on a rank has no bound; leave out one or the other"
+        f"--enable-eplb: cannot be combined with {flag_name('resident_ids')}: EPLB changes which rank holds an expert and how "
+        "many copies exist, so the VRAM for the named experts has no upper bound; remove one of the two"
     ]

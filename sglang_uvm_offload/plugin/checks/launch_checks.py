@@ -1,4 +1,4 @@
-"""Checks a launch against this SGLang and this model, and finds every problem before anything loads."""
+"""Checks a launch against the installed SGLang and the model, and reports all problems before anything loads."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ DIRECT_KERNEL_MODELS = {
     "UnlimitedOCRForCausalLM",
     "XverseMoeForCausalLM",
 }
-"""Architectures whose code computes experts itself: it builds no ``FusedMoE`` layer, or passes that layer's weights to kernels
-without its ``apply``. A test compares them with what all of SGLang's models call. What the test cannot see (a language model
-that the config chooses) fails the launch once the model is built, before its weights are read (``built_model``)."""
+"""Architectures that compute experts themselves: they build no ``FusedMoE`` layer, or bypass its ``apply`` and pass its weights
+to kernels. A test compares this set with what each of SGLang's models calls. The test cannot see a language model that the
+config selects; such a launch fails in ``built_model``, after the model is built and before its weights are read."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class CheckedLaunch:
 
     config: RequestedConfig
     settings: dict[str, Any]
-    """SGLang's arguments that offloading sets, by field."""
+    """The SGLang arguments that offloading overrides, by field."""
 
 
 def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
-    """Raises ``FlagError`` with every reason, known before anything starts, why ``server_args`` cannot be served with
-    offloading. What depends on memory, the ranks decide once the model is built."""
+    """Raise ``FlagError`` with all reasons known before startup why ``server_args`` cannot be served with offloading. The ranks
+    check memory once the model is built."""
     began_at = time.time()
     cfg = resolving_view(server_args)
     if wrong := sglang_gaps.bad_numbers(cfg):
@@ -86,7 +86,7 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
     backend = "uvm" if cfg.device == "cuda" else "emulated"
     config = dataclasses.replace(requested, backend=backend, launch_id=uuid.uuid4().hex, began_at=began_at)
     if config.num_resident is None and cfg.device != "cuda":
-        problems.append(f"{_N} {AUTO}: with --device {cfg.device} there is no VRAM to size for; give a number")
+        problems.append(f"{_N} {AUTO}: --device {cfg.device} has no VRAM to size for; give a number")
     if num_experts is not None and config.num_resident is not None:
         problems += expert_problems(config.resident_ids, config.num_resident, config.slots or 0, num_experts, redundant)
     if problems:
@@ -96,13 +96,13 @@ def check(requested: RequestedConfig, server_args: Any) -> CheckedLaunch:
         logger.warning("%s", line)
     announce(profiles, config)
     if not config.tma:
-        logger.info("Expert offload: SGLang's Triton MoE kernels load no weights by TMA")
+        logger.info("Expert offload: SGLang's Triton MoE kernels do not use TMA loads for weights")
     return CheckedLaunch(config, settings)
 
 
 @contextlib.contextmanager
 def _listed(problems: list[str]) -> Iterator[None]:
-    """Add the problems of a ``FlagError`` to ``problems``, and continue after the block."""
+    """Collect the problems of a ``FlagError`` in ``problems`` and continue after the block."""
     try:
         yield
     except FlagError as error:
@@ -110,8 +110,8 @@ def _listed(problems: list[str]) -> Iterator[None]:
 
 
 def _experts(config: RequestedConfig, model: Any) -> tuple[int | None, list[str]]:
-    """The routed experts per layer in the model's config, or None; and why they cannot be served. The built model may have
-    others (``BuiltModel``), but a number that is mistyped, or a model that is dense, is told at once, also by ``doctor``."""
+    """The routed experts per layer in the model's config, or None, and why they cannot be served. The built model may differ
+    (``BuiltModel``), but this reports a mistyped number or a dense model early, also in ``doctor``."""
     architectures = set(model.hf_config.architectures or [])
     out = [
         f"{name}: this model's code computes experts without SGLang's FusedMoE layer, so {_N} cannot serve it"
@@ -125,7 +125,7 @@ def _experts(config: RequestedConfig, model: Any) -> tuple[int | None, list[str]
 
 
 def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
-    """``mem_fraction_static`` minus the headroom, or nothing to set (a CPU has no VRAM)."""
+    """``mem_fraction_static`` minus the headroom; empty on a CPU, which has no VRAM."""
     capacity_mib = get_device_memory_capacity(cfg.device) if cfg.device == "cuda" else None
     if not capacity_mib or not config.headroom_gb or cfg.mem_fraction_static is None:
         return {}
@@ -133,19 +133,19 @@ def _headroom(config: RequestedConfig, cfg: Any) -> dict[str, Any]:
     if fraction <= 0:
         raise FlagError(
             [
-                f"{flag_name('headroom_gb')} {config.headroom_gb}: leaves nothing of --mem-fraction-static "
-                f"{cfg.mem_fraction_static} on a GPU of {capacity_mib / 1024:.1f} GiB"
+                f"{flag_name('headroom_gb')} {config.headroom_gb}: uses up all of --mem-fraction-static "
+                f"{cfg.mem_fraction_static} on a GPU with {capacity_mib / 1024:.1f} GiB; lower the headroom"
             ]
         )
     return {"mem_fraction_static": fraction}
 
 
 def _autotuning(cfg: Any, quantization: str | None) -> dict[str, Any]:
-    """FlashInfer's autotuner runs each tactic of its MoE kernels at start. It would time reads of offloaded experts over
-    PCIe. Layers of NVFP4 may choose these kernels themselves."""
+    """FlashInfer's autotuner times each tactic of its MoE kernels at startup. With offloaded experts it would time PCIe reads.
+    NVFP4 layers may select these kernels on their own."""
     runners = (cfg.moe_runner_backend, cfg.speculative_moe_runner_backend or "")
     tunes = chooses_runners_by_layer(cfg, quantization) or any(name.startswith("flashinfer") for name in runners)
     if cfg.device != "cuda" or cfg.disable_flashinfer_autotune or not tunes:
         return {}
-    logger.info("Expert offload: sets --disable-flashinfer-autotune, which would time reads of offloaded experts over PCIe")
+    logger.info("Expert offload: setting --disable-flashinfer-autotune: autotuning would time PCIe reads of offloaded experts")
     return {"disable_flashinfer_autotune": True}

@@ -1,29 +1,31 @@
-"""Refuses what SGLang 0.5.23 does not refuse in time: it would answer wrongly, or end only once all weights are loaded.
+"""Refuses launches that SGLang 0.5.23 accepts although they generate wrong tokens, or fail only after all weights are loaded.
 
-Where in SGLang, and what happens there:
+The place in SGLang, the setting, and the failure:
 
-    parallel sizes below 1                                   ignored, or no word of the flag; a plan cannot divide by them
-    mem_cache.kv_cache_configurator                          --max-total-tokens, --context-length or --page-size below 1, a
-                                                             share of VRAM that is none: ends after loading
-    eplb.expert_location_dispatch                            fewer than no redundant experts: ends at the first token
+    parallel sizes below 1                                   ignored, or an error that does not name the flag; plans divide by
+                                                             them
+    mem_cache.kv_cache_configurator                          --max-total-tokens, --context-length or --page-size below 1, an
+                                                             invalid VRAM fraction: fails after loading
+    eplb.expert_location_dispatch                            a negative number of redundant experts: fails at the first token
     eplb.expert_location (_compute_logical_to_all_physical_map, ExpertLocationDispatchInfo)
-                                                             a map without some expert: wrong tokens on a GPU
-                                                             too few layers: ends after loading
+                                                             a map that misses an expert: wrong tokens on a GPU
+                                                             too few layers: fails after loading
     models.gpt_oss (load_weights)                            any map: wrong tokens
-    models without get_model_config_for_expert_location      any map: ends at the first token
-    lora.lora_manager (init_lora_adapters)                   an adapter that is not there: ends after loading
-    speculative.ngram_worker (NGRAMWorker)                   a corpus that is not there: ends after loading
-    speculative.eagle_worker_v2 (init_token_map)             a map of tokens that is not there: ends after loading
+    models without get_model_config_for_expert_location      any map: fails at the first token
+    lora.lora_manager (init_lora_adapters)                   missing adapter: fails after loading
+    speculative.ngram_worker (NGRAMWorker)                   missing corpus: fails after loading
+    speculative.eagle_worker_v2 (init_token_map)             missing token map: fails after loading
     mem_cache.hybrid_cache (parse_storage_backend_extra_config)
-                                                             a file that is not there: ends after loading
-    entrypoints.http_server (init_multi_tokenizer)           a template that is not there, with several tokenizer workers: ends
-                                                             after loading
-    entrypoints.http_server (_setup_and_run_http_server)     --port in use: ends after loading. A warning: it may be free then
+                                                             missing file: fails after loading
+    entrypoints.http_server (init_multi_tokenizer)           missing template with several tokenizer workers: fails after
+                                                             loading
+    entrypoints.http_server (_setup_and_run_http_server)     --port in use: fails after loading. Only a warning here, because
+                                                             the port may be free by then
 
-SGLang itself refuses, in the launcher or before its ranks read weights: models without a class, load formats without their
-package or files, drafts without a readable config, heads, experts and hidden units that ranks do not divide, GPUs with unequal
-free VRAM, quantisations without their file, GPU or dtype, tokenizers, parsers, templates, the config of a diffusion model, and
-maps of experts that it cannot read.
+SGLang itself refuses the following in the launcher or before its ranks read weights: models without a class; load formats
+without their package or files; drafts without a readable config; heads, experts and hidden units that the ranks do not divide;
+GPUs with unequal free VRAM; quantisations without their file, GPU or dtype; bad tokenizers, parsers, templates and diffusion
+configs; and expert maps that it cannot read.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ _LEAST = {
 }
 
 IN_ORDER = {"GptOssForCausalLM"}
-"""Architectures whose experts SGLang loads in the checkpoint's order, though it maps the router's ids: any other order of
-physical ids serves wrong tokens, without an error (seen with 0.5.23, without this plugin)."""
+"""Architectures whose experts SGLang loads in checkpoint order although it maps the router's ids. Any other order of physical
+ids silently generates wrong tokens (seen with 0.5.23 without this plugin)."""
 
 
 def bad_numbers(cfg: Any) -> list[str]:
-    """Numbers with which no server works, and with which the other checks cannot compute."""
+    """Numbers out of range, with which no server works and the other checks cannot compute."""
     given = [(f"--{name.replace('_', '-')} {getattr(cfg, name)}", getattr(cfg, name), least) for name, least in _LEAST.items()]
     out = [f"{flag}: must be {least} or more" for flag, value, least in given if value is not None and value < least]
     fraction = cfg.mem_fraction_static
     if fraction is not None and not 0 < fraction <= 1:
-        out.append(f"--mem-fraction-static {fraction} (SGLang's choice, if not given): must be above 0 and at most 1")
+        out.append(f"--mem-fraction-static {fraction} (SGLang's choice if not given): must be above 0 and at most 1")
     return out
 
 
@@ -68,7 +70,7 @@ def problems(cfg: Any, model: Any) -> list[str]:
 
 
 def warnings(cfg: Any) -> Iterator[str]:
-    """What would end the start of a server, but not of an engine, if it still holds once all weights are loaded."""
+    """What fails a server (but not an engine) if it still holds once all weights are loaded."""
     if cfg.node_rank:
         return
     with socket.socket(socket.AF_INET6 if ":" in cfg.host else socket.AF_INET) as tried:
@@ -76,17 +78,17 @@ def warnings(cfg: Any) -> Iterator[str]:
         try:
             tried.bind((cfg.host, cfg.port))
         except OSError as error:
-            yield f"--port {cfg.port} on {cfg.host}: {error.strerror}; SGLang listens there once all weights are loaded"
+            yield f"--port {cfg.port} on {cfg.host}: {error.strerror}; SGLang binds it only after loading all weights"
 
 
 def _expert_location(cfg: Any, model: Any) -> Iterator[str]:
-    """Of a map from physical to logical experts, or of counts by which SGLang makes one: a row for each decoder layer."""
+    """Problems of a physical-to-logical expert map, or of the counts from which SGLang makes one: a row per decoder layer."""
     value = cfg.init_expert_location
     if value == "trivial":
         return
     flag, names = f"--init-expert-location {value[:60]}", model.hf_config.architectures or []
     if IN_ORDER.intersection(names):
-        yield f"{flag}: SGLang loads the experts of {names[0]} in the checkpoint's order, and would answer wrongly; remove it"
+        yield f"{flag}: SGLang loads the experts of {names[0]} in checkpoint order and would generate wrong tokens; remove it"
         return
     try:
         shape, found = ModelConfigForExpertLocation.from_model_config(model), _read(value)
@@ -95,13 +97,13 @@ def _expert_location(cfg: Any, model: Any) -> Iterator[str]:
     except Exception:  # noqa: BLE001 -- of any type; SGLang's ranks raise it too, before they build the model
         return
     if shape is None:
-        yield f"{flag}: SGLang places no experts of {', '.join(names)} by a map, and would end at the first token; remove it"
+        yield f"{flag}: SGLang does not support expert maps for {', '.join(names)} and fails at the first token; remove it"
         return
     layers, experts = shape.num_layers, shape.num_logical_experts
     places = experts + (cfg.ep_num_redundant_experts if _MAP in found else 0)
     absent = _MAP in found and any(set(range(experts)) - set(row) for row in table.tolist())
     if rows < layers or width != places or absent:
-        every = ", each of the model's among them" if absent else ""
+        every = ", with every logical expert present" if absent else ""
         yield f"{flag}: has {rows} layers of {width} experts, but SGLang needs {layers} of {places}{every}"
 
 
@@ -112,7 +114,7 @@ def _read(value: str) -> Any:
 
 
 def _files(cfg: Any) -> Iterator[str]:
-    """Local files that SGLang opens once all weights are loaded."""
+    """Missing local files that SGLang opens only after loading all weights."""
     if cfg.speculative_algorithm == "NGRAM":
         yield from _absent("--speculative-ngram-external-corpus-path", cfg.speculative_ngram_external_corpus_path)
     if cfg.speculative_algorithm == "EAGLE" and (cfg.speculative_token_map or "").startswith(("/", ".", "~")):
@@ -135,4 +137,4 @@ def _files(cfg: Any) -> Iterator[str]:
 
 def _absent(flag: str, path: str | None) -> Iterator[str]:
     if path and not os.path.exists(path):
-        yield f"{flag} {path}: no such file; SGLang opens it once all weights are loaded"
+        yield f"{flag} {path}: no such file (SGLang opens it only after loading all weights)"
