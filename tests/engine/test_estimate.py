@@ -79,9 +79,9 @@ def estimated(model: Path, cuda_arguments: Arguments, monkeypatch: pytest.Monkey
 def test_what_fits_is_told_with_its_bytes_and_who_decides(estimated: Estimated, number: object) -> None:
     found = estimated(num_resident=number)
     assert found.doubts == []
-    assert found.facts[0].startswith("estimated: 8 of 16 experts a layer in VRAM, 18.0 MiB on a rank, next to ")
+    assert found.facts[0].startswith("estimated: 8 of 16 experts a layer in VRAM, 18.0 MiB per rank, plus ")
     assert "of KV cache for 4096 tokens (as --max-total-tokens gives them); 18.0 MiB in host RAM; " in found.facts[0]
-    assert found.facts[0].endswith("each rank decides by what it measures")
+    assert found.facts[0].endswith("each rank measures before it decides")
     assert found.offloaded_bytes == LAYERS * 8 * EXPERT
     # ``mem_fraction_static`` is here as the check of a launch leaves it: the headroom counts once.
     assert estimated(num_resident=number, headroom_gb=2.0).facts[0].startswith("estimated: 8 of 16 experts a layer")
@@ -100,7 +100,7 @@ def test_where_everything_fits_offloading_is_not_needed_and_a_number_that_does_n
     assert found.facts[0].startswith("estimated: 16 of 16 experts a layer")
     assert any("offloading is not needed" in fact for fact in found.facts)
     found = estimated(num_resident=12)
-    assert found.facts == ["estimated: 12 of 16 experts a layer in VRAM; each rank decides by what it measures"]
+    assert found.facts == ["estimated: 12 of 16 experts a layer in VRAM; each rank measures before it decides"]
     demand = f"a KV cache of {TOKENS} tokens (as --max-total-tokens gives them)"
     assert found.doubts == [f"estimated: {N} 12: leaves no room for {demand}; at most 8 residents fit"]
     assert estimated(num_resident=12, room=fraction(model, 8, 0, beside=-(128 << 20))).facts == [], "no rank starts with it"
@@ -166,5 +166,5 @@ def test_weights_in_another_form_are_estimated_alike(estimated: Estimated, model
 def test_a_profile_of_another_model_is_told(estimated: Estimated, tmp_path: Path) -> None:
     (tmp_path / "other.npz").write_bytes(b"other")
     (doubt,) = estimated(profile=str(tmp_path / "other.npz")).doubts
-    assert doubt.startswith(f"{N} auto is not estimated: ")
+    assert doubt.startswith(f"{N} auto: cannot be estimated: ")
     assert "other.npz" in doubt

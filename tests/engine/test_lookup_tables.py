@@ -153,7 +153,7 @@ def test_longcats_tables_are_estimated_where_the_flag_keeps_them(
     assert ["58.50 GiB for lookup tables" in doubt for doubt in short] == [True] * (given == "host")
 
 
-REFUSED = f"{FLAG} host: the model ({{}}) has no n-gram embedding of LongCat's kind; {{}}"
+REFUSED = f"{FLAG} host: the model ({{}}) has no LongCat-style n-gram embedding; {{}}"
 
 
 def test_the_flag_is_refused_for_a_model_without_such_tables(longcat: Path, sglang: Nursery) -> None:
@@ -162,14 +162,14 @@ def test_the_flag_is_refused_for_a_model_without_such_tables(longcat: Path, sgla
         return {"argv": [*words, "--expert-offload-config", '{"lookup_tables": "host"}'], "resolve": True}
 
     ended = launched({"qwen3": case(QWEN3), "longcat": case(longcat)}, sglang)
-    assert REFUSED.format("Qwen3MoeForCausalLM", "leave it out") in ended["qwen3"]["error"]
+    assert REFUSED.format("Qwen3MoeForCausalLM", "remove it") in ended["qwen3"]["error"]
     assert FLAG not in ended["longcat"]["error"]
     assert ended["longcat"]["exit"] is None
 
 
 def test_the_flag_names_sglangs_own_where_it_has_one(cuda_arguments: Arguments) -> None:
     (problem,) = lookup_tables.problems(asked("host"), model_config_of(cuda_arguments(*WORDS)))
-    own = "SGLang has a flag for its tables, --ple-offload-embedding; give that"
+    own = "use SGLang's own flag for its tables, --ple-offload-embedding"
     assert problem == REFUSED.format("Qwen4ExpForConditionalGeneration", own)
     assert lookup_tables.problems(asked("vram"), model_config_of(cuda_arguments(*WORDS))) == []
 

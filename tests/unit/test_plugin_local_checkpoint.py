@@ -31,7 +31,7 @@ def test_a_folder_with_a_file_that_may_be_read_for_ever_is_not_read(tmp_path):
     (tmp_path / "gone").symlink_to("nowhere")
     assert unreadable(str(tmp_path)) is None
     os.mkfifo(tmp_path / "tokenizer.json")
-    assert unreadable(str(tmp_path)) == "has tokenizer.json, which is a pipe and not a regular file"
+    assert unreadable(str(tmp_path)) == "contains tokenizer.json, which is a pipe, not a regular file"
     assert unreadable(str(tmp_path / "config.json")) is None, "a file is judged elsewhere"
 
 

@@ -1,1 +1,1 @@
-"""What a launch is, by SGLang's resolved arguments: its ranks, GPUs, checkpoint, drafts, pools, routing format and files."""
+"""A launch as SGLang's resolved arguments describe it: its ranks, GPUs, checkpoint, drafts, KV demand and files."""

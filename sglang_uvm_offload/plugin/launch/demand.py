@@ -8,10 +8,10 @@ from sglang_uvm_offload.residency.demand import Demand
 
 
 def demand_of(cfg: Any, given: Any, model: Any) -> Demand:
-    """``given``: the arguments as the user gave them, which SGLang resolves to ``cfg``. With speculation, it fills in its own
-    number of requests."""
-    # Each replica takes as many requests as the flag names; the attention groups of one replica share them.
-    requests = given.max_running_requests  # SGLang takes 0 or less as 1
+    """``given`` are the user's arguments and ``cfg`` the resolved ones. ``cfg`` cannot serve for the number of requests: SGLang
+    fills in its own with speculation."""
+    # The flag is per replica; the attention groups of a replica share it.
+    requests = given.max_running_requests  # SGLang treats 0 or less as 1
     if requests is not None:
         requests = max(1, requests) * (1 if cfg.attn_dp_size > 1 else cfg.dp_size)
     return Demand(

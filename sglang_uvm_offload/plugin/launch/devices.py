@@ -1,4 +1,4 @@
-"""The devices of a launch on this machine, and why they cannot hold offloaded experts."""
+"""Checks whether the devices of a launch on this machine can offload experts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def problems(cfg: Any) -> list[str]:
     """Why the devices of ``cfg`` (SGLang's resolved arguments) cannot offload."""
     out = []
     if cfg.device not in ("cuda", "cpu"):
-        out.append(f"--device {cfg.device}: must be cuda or cpu for expert offloading")
+        out.append(f"--device {cfg.device}: expert offloading needs cuda or cpu")
     return out + (gpu_problems(local_gpus(cfg)) if cfg.device == "cuda" else [])
 
 
 def gpu_problems(gpus: list[int]) -> list[str]:
-    """Why ``gpus`` cannot keep experts in unified memory, or why the library for them cannot be built. A driver problem
-    concerns all GPUs and is listed once."""
+    """Why ``gpus`` cannot keep experts in unified memory, or why the CUDA library cannot be built for them. A driver problem
+    affects all GPUs and is listed once."""
     from sglang_uvm_offload.cuda.build import BuildFailure, build
     from sglang_uvm_offload.cuda.canary import canary_problems
     from sglang_uvm_offload.cuda.device import device_arch, problems_of

@@ -1,4 +1,4 @@
-"""What the planner expects of a launch on this machine, for ``doctor``. The ranks decide by what they measure."""
+"""The planner's estimate of a launch on this machine, for ``doctor``. The ranks themselves decide from measurements."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ from sglang_uvm_offload.plugin.launch.ranks import (
     ranks,
     rates,
 )
-from sglang_uvm_offload.plugin.launch.slots_asked import slots_asked
+from sglang_uvm_offload.plugin.launch.requested_slots import requested_slots
 from sglang_uvm_offload.residency.budget import divide
 from sglang_uvm_offload.residency.demand import Demand
 from sglang_uvm_offload.units import size
 
 _N = flag_name("num_resident")
-_DECIDED = "each rank decides by what it measures"
+_DECIDED = "each rank measures before it decides"
 
 
 class Estimate(NamedTuple):
     facts: list[str]
     doubts: list[str]
-    """Why the launch may not start, or why nothing is known."""
+    """Why the launch may fail to start, or why there is no estimate."""
     offloaded_bytes: int = 0
     """Host RAM of offloaded experts on this machine, 0 if unknown."""
 
 
 def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
-    """For a launch on GPUs."""
+    """Estimate a launch on GPUs."""
     given = f"{_N} {AUTO if config.num_resident is None else config.num_resident}"
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     demand = demand_of(cfg, server_args, model)
     try:
         case = _case(config, cfg, model, server_args, demand)
-        # With redundant experts a layer has more places than the planner knows.
+        # Redundant experts add places that the planner does not know.
         number = None if config.num_resident is None else min(config.num_resident, case.model.num_experts)
         case = dataclasses.replace(case, num_resident=number)
         plan = planned(case)
     except (CheckpointError, DriverError, FlagError) as error:
-        return Estimate([], [f"{given} is not estimated: {error}"])
+        return Estimate([], [f"{given}: cannot be estimated: {error}"])
     if plan.num_resident is None:
         needs = [f"remedy: {need}" for need in plan.needs]
         facts = (
@@ -75,13 +75,13 @@ def estimate(config: RequestedConfig, server_args: Any) -> Estimate:
         return Estimate(facts, [f"estimated: {line}" for line in (*plan.problems, *needs)])
     notes = [note for note in plan.notes if note != plan.draft_note]
     offloaded = sum(rank.host_bytes for rank in plan.ranks) * len(ranks(cfg)) // len(plan.ranks)
-    stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: such steps and longer ones stream"
+    stream = f"{flag_name('stream_tokens')} {plan.stream_tokens}: estimated: steps with this many tokens or more stream"
     facts = [_fact(plan, demand), *([stream] if plan.stream_buffers or plan.streams_into_slots else []), *notes]
     return Estimate(facts, [plan.draft_note] if plan.draft_note else [], offloaded)
 
 
 def _starts(case: Case, plan: Plan) -> bool:
-    """Whether ranks serve with the number that was given, and with less KV cache than was asked for."""
+    """Whether the ranks would serve with the given number, with less KV cache than requested."""
     if case.num_resident is None or not plan.ranks:
         return False
     try:
@@ -96,7 +96,7 @@ def _fact(plan: Plan, demand: Demand) -> str:
     slots = f" and {plan.slots} slots" if plan.slots else ""
     return (
         f"estimated: {plan.num_resident} of {plan.num_experts} experts a layer{slots} in VRAM, "
-        f"{size(most.resident_bytes + most.slot_bytes)} on a rank, next to {size(most.plain_weights)} of other weights and "
+        f"{size(most.resident_bytes + most.slot_bytes)} per rank, plus {size(most.plain_weights)} of other weights and "
         f"{size(most.kv_bytes)} of KV cache for {plan.kv_tokens} tokens ({demand}); {size(most.host_bytes)} in host RAM; "
         f"{_DECIDED}"
     )
@@ -135,7 +135,7 @@ def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Dem
         cache_for=str(demand),
     )
     reserve = Reserve(
-        # The launch has the headroom taken off by now.
+        # The launch checks have already subtracted the headroom.
         cfg.mem_fraction_static + (config.headroom_gb * (1 << 30) / vram if vram else 0.0),
         config.headroom_gb,
         free_vram_bytes=min(free_by_gpu(ranks(cfg)).values()),
@@ -148,13 +148,13 @@ def _case(config: RequestedConfig, cfg: Any, model: Any, given: Any, demand: Dem
     return Case(
         *(shape, with_measured_link(machine, measured_link(cfg)) if all(rates()) else machine, workload, parallel, reserve),
         assumed,
-        slots=slots_asked(config, config.slots, profile),
+        slots=requested_slots(config, config.slots, profile),
         tables_in=tables_in(cfg, model, config.tables_in_host),
     )
 
 
 def _kv_dtype(cfg: Any, model: Any) -> str:
-    """Smaller types than the planner's count as one byte."""
+    """The KV cache's dtype for the planner, which counts smaller types as one byte."""
     name = _name(model.dtype) if cfg.kv_cache_dtype == "auto" else cfg.kv_cache_dtype
     return name if name in DTYPE_BYTES else "fp8_e4m3"
 

@@ -1,4 +1,4 @@
-"""Where a launch keeps its lookup tables, by SGLang's flags and variables and by this plugin's flag."""
+"""Where a launch keeps its lookup tables, from SGLang's flags and variables and this plugin's flag."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from sglang_uvm_offload.plugin.compat import maps_engram_shards
 
 
 def tables_in(cfg: Any, model: Any, in_host: bool) -> str:
-    """``cfg`` is resolved: for Qwen4-Exp, SGLang turns its flag on by default. ``in_host``: as ``Settings.tables_in_host``."""
+    """The kind of memory that holds the tables. ``cfg`` must be resolved, because SGLang enables its flag for Qwen4-Exp by
+    default. ``in_host`` is ``Settings.tables_in_host``."""
     if PLE_CLASS in (model.hf_config.architectures or []):
         return BACKENDS[cfg.ple_offload_backend] if cfg.ple_offload_embedding else VRAM
     if _has_ngrams(model):
         return MANAGED if in_host else VRAM
     if not getattr(model.hf_config, "engram_layer_ids", None):
         return VRAM
-    # Shards that each rank maps of the others are in VRAM, whatever the other variable says.
+    # Shards that ranks map from each other stay in VRAM, regardless of the other variable.
     if maps_engram_shards():
         return VRAM
     return REGISTERED if envs.SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE.get() else VRAM
 
 
 def problems(requested: Settings, model: Any) -> list[str]:
-    """Why ``lookup_tables`` host has no table to keep."""
+    """Why ``lookup_tables`` ``host`` applies to no table."""
     if not requested.tables_in_host or _has_ngrams(model):
         return []
     architectures = model.hf_config.architectures or []
-    own = f"SGLang has a flag for its tables, {PLE_FLAG}; give that" if PLE_CLASS in architectures else "leave it out"
-    return [f"{TABLES_FLAG} host: the model ({', '.join(architectures)}) has no n-gram embedding of LongCat's kind; {own}"]
+    own = f"use SGLang's own flag for its tables, {PLE_FLAG}" if PLE_CLASS in architectures else "remove it"
+    return [f"{TABLES_FLAG} host: the model ({', '.join(architectures)}) has no LongCat-style n-gram embedding; {own}"]
 
 
 def _has_ngrams(model: Any) -> bool:

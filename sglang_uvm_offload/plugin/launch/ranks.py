@@ -1,4 +1,4 @@
-"""The ranks of a launch on this machine, their GPUs, and what SGLang's arguments say of the memory that they take."""
+"""The ranks of a launch on this machine, their GPUs, and the memory that SGLang's arguments assign to them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Rank(NamedTuple):
 
 
 def ranks(cfg: Any) -> list[Rank]:
-    """The ranks on this machine, with the GPUs that SGLang assigns to them. Each of several machines has an equal part of the
-    pipeline stages (``engine._calculate_rank_ranges``), or of the ranks of each stage, which are numbered from 0 here."""
+    """The ranks on this machine, with the GPUs that SGLang assigns to them. Multiple machines split the pipeline stages evenly
+    (``engine._calculate_rank_ranges``), or the ranks of each stage. ``tp_rank`` counts from 0 on each machine."""
     sharing = max(cfg.nnodes // cfg.pp_size, 1)
     tp, pp = cfg.tp_size // sharing, max(cfg.pp_size // cfg.nnodes, 1)
     first, group = cfg.node_rank // sharing * pp, tp * pp * cfg.gpu_id_step
@@ -39,8 +39,8 @@ def ranks(cfg: Any) -> list[Rank]:
 
 
 def free_by_gpu(ranks: Sequence[Rank]) -> dict[int, int]:
-    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. For a GPU that shares the host's memory, SGLang
-    takes the host's available memory as free (``get_available_gpu_memory``), because the driver ignores the file cache."""
+    """Bytes of free VRAM of each GPU that has a rank. Raises ``DriverError``. For a GPU that shares the host's memory, this is
+    the host's available memory, as in SGLang (``get_available_gpu_memory``): the driver ignores the page cache."""
     gpus = sorted({rank.gpu for rank in ranks})
     if has_one_memory():
         return dict.fromkeys(gpus, host_available())
@@ -57,25 +57,25 @@ def parallel_sizes(cfg: Any) -> Parallel:
 
 
 def chooses_runners_by_layer(cfg: Any, quantization: str | None) -> bool:
-    """Whether SGLang resolves the MoE runner ``auto`` as it builds each layer: to Marlin before Blackwell, to flashinfer_trtllm
-    on it."""
+    """Whether SGLang resolves the MoE runner ``auto`` layer by layer: to flashinfer_trtllm on Blackwell, to Marlin on older
+    GPUs."""
     return cfg.moe_runner_backend == "auto" and quantization in ("modelopt_fp4", "modelopt_mixed")
 
 
 def longest_step(cfg: Any, model: Any) -> int:
-    """Tokens. Without chunks a prompt is one step, and several short ones are."""
+    """The most tokens of a step. Without chunked prefill, a whole prompt or several short ones form one step."""
     chunk = cfg.chunked_prefill_size or 0
     return (chunk if chunk > 0 else max(cfg.max_prefill_tokens, model.context_len)) * cfg.attn_dp_size
 
 
 def rates_of_streams(cfg: Any) -> StreamRates | None:
-    """Of this launch's ranks, as the planner takes them; None where it knows nothing of their GPUs."""
+    """The streaming rates of this launch's ranks for the planner; None if their GPUs are unknown to it."""
     machine = Machine("this machine", len(ranks(cfg)), 0, 0, *rates(), source="")
     return stream_rates(with_measured_link(machine, measured_link(cfg)), parallel_sizes(cfg), Assumptions())
 
 
 def hicache(cfg: Any, given: Any) -> dict[str, Any]:
-    """The host RAM of a rank's hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to what is free."""
+    """The host RAM of a rank's hierarchical cache. Without a size or ratio from the user, SGLang shrinks it to the free RAM."""
     if not cfg.enable_hierarchical_cache:
         return {}
     if given.hicache_size:
@@ -90,13 +90,13 @@ def has_one_memory() -> bool:
 
 
 def rates() -> tuple[float, float, float]:
-    """The link's and VRAM's rates of this machine's GPUs in 1e9 bytes a second, and TFLOPS; zeros if they are unknown."""
+    """Link bandwidth and VRAM bandwidth of this machine's GPUs in 1e9 bytes/s, and their TFLOPS; zeros if unknown."""
     machine = _machine()
     return (0.0, 0.0, 0.0) if machine is None else (machine.link_gbps, machine.hbm_gbps, machine.tflops)
 
 
 def measured_link(cfg: Any) -> KeptLink | None:
-    """What earlier servers measured of the link of this launch's GPUs, None if nothing is kept."""
+    """The link measurements that earlier servers saved for this launch's GPUs, or None."""
     return kept_link(len(ranks(cfg))) if cfg.device == "cuda" else None
 
 

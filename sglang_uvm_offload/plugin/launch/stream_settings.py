@@ -1,4 +1,4 @@
-"""From how many tokens on a step streams."""
+"""The number of tokens from which a step streams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_uvm_offload.plan.rates import StreamRates
 from sglang_uvm_offload.plan.streaming import break_even_tokens
 
 USUAL_TOP_K = 8
-"""For a model whose config does not state its own."""
+"""Assumed for a model whose config does not state its top-k."""
 
 
 def stream_tokens(
@@ -20,8 +20,8 @@ def stream_tokens(
     rates: StreamRates | None,
     longest: int,
 ) -> int:
-    """From how many tokens on a step streams: ``NEVER`` where nothing is to be streamed. ``slots``: of a layer; what they hold
-    is offloaded. ``rates``: None if unknown. ``longest``: the most tokens of a step."""
+    """The number of tokens from which a step streams, ``NEVER`` if none does. ``slots`` is per layer; experts in slots count as
+    offloaded. ``rates`` is None if unknown. ``longest`` is the most tokens of a step."""
     if requested.stream_gb == 0 or requested.stream_tokens == NEVER or num_resident >= num_experts:
         return NEVER
     if requested.stream_tokens is not None:

@@ -1,4 +1,4 @@
-"""Measures what this rank has and needs, and agrees with the other ranks on one division of VRAM."""
+"""Measures this rank's memory and needs, and gathers those of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 from sglang_uvm_offload.plugin.launch.demand import demand_of
 from sglang_uvm_offload.plugin.launch.draft_source import from_the_checkpoint
 from sglang_uvm_offload.plugin.launch.ranks import has_one_memory, hicache, longest_step, rates_of_streams
-from sglang_uvm_offload.plugin.launch.slots_asked import slots_asked
+from sglang_uvm_offload.plugin.launch.requested_slots import requested_slots
 from sglang_uvm_offload.plugin.launch.stream_settings import stream_tokens
 from sglang_uvm_offload.plugin.rank.cache_need import CacheNeed
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
@@ -46,18 +46,19 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _LEAST_TOKENS = 2
-"""SGLang 0.5.23 starts with a KV cache of two tokens or more, in whole pages: it serves at most one request for two tokens
-(``KVCacheConfigurator.resolve_max_num_reqs``), and refuses to serve none."""
+"""SGLang 0.5.23 needs a KV cache of at least two tokens, in whole pages: it allows one request per two tokens
+(``KVCacheConfigurator.resolve_max_num_reqs``) and refuses to serve none."""
 _NO_LIMIT = 1 << 60
-"""Bytes of a device that has no VRAM."""
+"""Stands for the VRAM of a device that has none."""
 
 
 class RankBudgets:
-    """Of this launch's ranks, each of which must construct it once its model is built, and call it at the same points."""
+    """The budgets of this launch's ranks. Each rank must construct it after building its model and call it at the same
+    points."""
 
     def __init__(self, config: RequestedConfig, memory: Memory, runner: Any, model: torch.nn.Module, num_places: int):
-        """``runner``: SGLang's, of the target; ``model``: as built. ``num_places``: of a layer's routed experts over all ranks
-        that share it."""
+        """``runner`` is the target's model runner and ``model`` its built module. ``num_places`` is the number of places for
+        routed experts per layer, over all ranks that share it."""
         self._config, self._memory, self._runner = config, memory, runner
         self._model, self._num_places = model, num_places
         self._cfg = resolving_view(get_server_args())
@@ -65,12 +66,12 @@ class RankBudgets:
         self._world = get_parallel().world_group
 
     def asked(self, profile: Profile | None, top_k: int, slots: int | None) -> Asked:
-        """``slots``: None for ``auto``."""
+        """What the launch requests. ``slots`` is None for ``auto``."""
         demand = self._demand
         streams = functools.partial(self.stream_tokens, top_k=top_k)
         return Asked(
             num_resident=self._config.num_resident,
-            slots=slots_asked(self._config, slots, profile),
+            slots=requested_slots(self._config, slots, profile),
             stream_gb=self._config.stream_gb,
             top_k=top_k,
             streams=lambda residents, slots: streams(residents, slots) <= longest_step(self._cfg, self._runner.model_config),
@@ -80,19 +81,19 @@ class RankBudgets:
         )
 
     def stream_tokens(self, num_resident: int, slots: int, top_k: int) -> int:
-        """From how many tokens on a step streams with as many residents and slots of a layer."""
+        """The number of tokens from which a step streams, given residents and slots per layer."""
         longest = longest_step(self._cfg, self._runner.model_config)
         return stream_tokens(self._config, num_resident, slots, self._num_places, top_k, self._rates, longest)
 
     def of_all(self, layers: Sequence[ExpertLayer], extra: int, resident: int | None = None) -> list[RankBudget]:
-        """``layers``: the target's. ``extra``: VRAM of experts that are still to be placed. ``resident``: the residents of a
-        layer, where the target is loaded."""
+        """The budgets of all ranks. ``layers`` are the target's. ``extra`` is the VRAM in bytes of experts still to be placed.
+        ``resident`` is the number of residents per layer once the target is loaded."""
         own = self._own(layers, extra, resident)
         return self._world.all_gather_object(own) if self._world.world_size > 1 else [own]
 
     def draft_bytes(self, layers: Sequence[ExpertLayer]) -> int:
-        """VRAM that the draft model of the launch is expected to take on this rank: its files' size, or a layer of the target
-        for each draft layer of the checkpoint. ``correct`` keeps what it leaves."""
+        """The expected VRAM in bytes of the draft model on this rank: the size of its files, or one target layer per draft
+        layer of the checkpoint. ``correct`` adjusts for the actual size."""
         cfg = self._cfg
         if not self._on_gpu or cfg.speculative_algorithm in (None, "NGRAM"):
             return 0
@@ -136,13 +137,13 @@ class RankBudgets:
         return self._on_gpu and no_slots_in(layer.holders[0]) is not None
 
     def _free(self) -> int:
-        """VRAM that SGLang would give to experts and KV cache (``KVCacheConfigurator._profile_available_bytes``)."""
+        """VRAM that SGLang leaves for experts and KV cache (``KVCacheConfigurator._profile_available_bytes``)."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         info, runner = self._memory.info(), self._runner
         free = info.host_available if has_one_memory() else info.device_free
         slack = runner.pre_model_load_memory * (1 - get_schedule().mem_fraction_static)
-        if post_capture_kv_sizing_planned(get_server_args()):  # SGLang then leaves graphs and activations nothing
+        if post_capture_kv_sizing_planned(get_server_args()):  # SGLang then reserves nothing for graphs and activations
             slack = max(slack, pre_capture_activation_reserve_mb(get_device_memory_capacity(runner.device)) / 1024)
         images = mm_runtime_reservation_gb(
             is_multimodal=runner.model_config.is_multimodal, mm_feature_transport=get_mm().mm_feature_transport
@@ -159,8 +160,8 @@ class RankBudgets:
 
     @functools.cached_property
     def _cache_bytes(self) -> tuple[int, int, int]:
-        """Of the cache that is asked for, with the table of each request's slots (4 bytes a token), of that part of it which
-        fewer tokens leave, and of the smallest cache."""
+        """Bytes of the requested cache, of the part of it that does not shrink with fewer tokens, and of the smallest cache.
+        The first two include each request's token table (4 bytes per token)."""
         requests = self._demand.requests_of_rank(self._groups)
         table = 4 * requests * self._demand.context
         few = round_up(_LEAST_TOKENS, self._cfg.page_size or 1)
@@ -168,7 +169,7 @@ class RankBudgets:
             need = CacheNeed(self._runner, self._model)
             whole = need.nbytes(self._demand.tokens_of_rank(self._groups), requests)
             return whole + table, need.nbytes(few, requests) + table, need.nbytes(few, 1)
-        except Exception as error:  # of any type, from SGLang's code, which looks at a model without weights here
+        except Exception as error:  # SGLang's code may raise any type on a model without weights
             why = f"SGLang cannot size the KV cache before the weights are read: {type(error).__name__}: {error}"
             if self._config.num_resident is None:
                 raise FlagError([f"{flag_name('num_resident')} {AUTO}: {why}; give a number"]) from error
@@ -188,14 +189,14 @@ class RankBudgets:
 
 
 def beside_slots(layers: Sequence[ExpertLayer], with_slots: Sequence[ExpertLayer]) -> list[ExpertLayer]:
-    """Those that stream into no slots, however many there are: those without, and one that is alone in its pool, as a step
-    brings the experts of one layer while it computes another."""
+    """The layers that cannot stream into slots, however many there are: those without slots, and one alone in its pool, because
+    a step copies the experts of one layer while it computes another."""
     alike = Counter(layer.layouts for layer in with_slots)
     return [layer for layer in layers if layer not in with_slots or alike[layer.layouts] == 1]
 
 
 def _converts(model_config: Any) -> bool:
-    """Whether SGLang quantises the experts of a checkpoint that holds them unquantised: most methods do so once all are loaded
+    """Whether SGLang quantises the experts of an unquantised checkpoint. Most methods do so after loading all of them
     (``DefaultModelLoader.load_weights_and_postprocess``)."""
     configs = (model_config.hf_config, model_config.hf_text_config)
     stated = any(getattr(config, "quantization_config", None) is not None for config in configs)
@@ -203,7 +204,7 @@ def _converts(model_config: Any) -> bool:
 
 
 def sizes_of(layers: Sequence[ExpertLayer], num_places: int) -> ExpertSizes:
-    """Of the layers of this rank, placed or not."""
+    """The sizes of this rank's layers, placed or not."""
     return expert_sizes(map(_experts_of, layers), num_places)
 
 

@@ -1,4 +1,4 @@
-"""The slots that a launch asks for, by its flags and its profile."""
+"""The slots that a launch requests, from its flags and its profile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sglang_uvm_offload.residency.slot_split import Slots
 from sglang_uvm_offload.routing.profile import Profile
 
 
-def slots_asked(config: RequestedConfig, slots: int | None, profile: Profile | None) -> Slots:
-    """``slots``: None for ``auto``."""
+def requested_slots(config: RequestedConfig, slots: int | None, profile: Profile | None) -> Slots:
+    """``slots`` is None for ``auto``."""
     shares = profile.slot_shares if profile is not None else {}
     return Slots(slots, shares, config.resident_ids.least_residents if config.resident_ids is not None else 0)
