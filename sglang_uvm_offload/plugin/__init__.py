@@ -1,8 +1,8 @@
 """The interface to SGLang: the only package that imports it. ``register`` is the ``sglang.srt.plugins`` entry point.
 
-SGLang logs and swallows a plugin's exceptions, and would then serve *without* offloading. So if offloading is enabled, any
-failure here ends the process: SGLang does not catch ``SystemExit``. If it is not, SGLang serves as if the plugin were not
-installed. This module imports nothing, so an installed plugin costs almost nothing.
+SGLang logs and swallows a plugin's exceptions and would then serve *without* offloading. So while offloading is enabled, any
+failure here ends the process with ``SystemExit``, which SGLang does not catch. While it is disabled, SGLang serves as if the
+plugin were not installed. This module imports nothing, so an installed plugin costs almost nothing.
 
 Files and rooms, by rank; each imports from its own room or from lower ranks only:
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """SGLang calls this once in each process, before it builds anything."""
+    """Entry point: SGLang calls this once in each process, before it builds anything."""
     from sglang_uvm_offload.plugin import enforce
 
     try:

@@ -1,11 +1,11 @@
-"""The differences between the supported SGLang versions. All other files are written for the newest one.
+"""Compatibility with the supported SGLang versions. All other files target the newest one.
 
-What an older version has under another name, or not at all, is here under its newest name and with its newest meaning:
+This file exposes what an older version names differently, or lacks, under its newest name and meaning:
 
-    0.5.22  has a flag for the number of attention groups, loads plugins in every process that reads the arguments, and keeps a
-            rank's settings in contexts, several of which may exist in a process
-    0.5.23  loads the app of each HTTP process by a configurable name, has chat templates in Python, knows the runner of a
-            built layer and whether its map of experts applies to it, and binds its router to the runner
+    0.5.22  adds a flag for the number of attention groups, loads plugins in every process that reads the arguments, and keeps
+            a rank's settings in contexts, several of which may exist per process
+    0.5.23  loads the app of each HTTP process by a configurable name, supports chat templates in Python, exposes a built
+            layer's runner and whether the expert map applies to it, and binds its router to the runner
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_uvm_offload.plugin.since import VERSION
 
 
 class _View:
-    """SGLang's view of its arguments with the newest fields, as a rank will read them: unset arguments have their fallback.
+    """SGLang's view of its arguments with the newest fields, as a rank reads them: unset arguments take their fallback.
     Before 0.5.22, ``dp_size`` also counted attention groups."""
 
     def __init__(self, server_args: Any):
@@ -46,12 +46,12 @@ class _View:
 
 
 def resolving_view(server_args: Any) -> Any:
-    """SGLang's arguments as far as they are resolved."""
+    """SGLang's arguments as resolved so far."""
     return _View(server_args)
 
 
 def problems(cfg: Any) -> list[str]:
-    """What a launch with the resolved arguments ``cfg`` asks for that this version cannot combine with offloading."""
+    """Settings in the resolved arguments ``cfg`` that this SGLang version cannot combine with offloading."""
     if VERSION < (0, 5, 23) and cfg.tokenizer_worker_num > 1:
         return [
             f"--tokenizer-worker-num {cfg.tokenizer_worker_num}: the HTTP processes of SGLang {sglang.__version__} load no "
@@ -61,7 +61,7 @@ def problems(cfg: Any) -> list[str]:
 
 
 def maps_engram_shards() -> bool:
-    """Whether each rank of DeepSeek-V4.1 maps the other ranks' shards of its Engram tables."""
+    """Whether the ranks of DeepSeek-V4.1 map each other's shards of the Engram tables."""
     return VERSION >= (0, 5, 23) and envs.SGLANG_OPT_DSV41_ENGRAM_PEER_SHARDS.get()
 
 
@@ -74,8 +74,8 @@ def swaps_expert_memory() -> bool:
 
 
 def loads_plugins(role: str = "") -> bool:
-    """Whether SGLang should have loaded plugins in this process, which may publish its arguments for ``role``. Before 0.5.22 it
-    loaded them only in its launcher and its schedulers; since then, in every process that reads the arguments."""
+    """Whether SGLang should have loaded plugins in this process, which may publish its arguments for ``role``. Before 0.5.22,
+    only the launcher and the schedulers load plugins; since then, every process that reads the arguments does."""
     return VERSION >= (0, 5, 22) or role == "scheduler" or multiprocessing.parent_process() is None
 
 
@@ -93,12 +93,12 @@ def num_ranks() -> int:
 
 
 def uses_expert_location(layer: Any) -> bool:
-    """Whether SGLang's map applies to the experts of a ``FusedMoE`` layer. Before 0.5.23 it applied to all."""
+    """Whether SGLang's expert map applies to a ``FusedMoE`` layer. Before 0.5.23 it applied to all of them."""
     return VERSION < (0, 5, 23) or bool(layer.uses_expert_location)
 
 
 def moe_runner_backend(layer: Any) -> Any:
-    """SGLang's MoE runner of a built layer, None if its method calls a kernel itself."""
+    """The MoE runner of a built layer; None if its quantisation method calls a kernel itself."""
     if VERSION < (0, 5, 23):
         runners = (getattr(owner, "runner", None) for owner in (layer.quant_method, getattr(layer, "scheme", None)))
         return next((runner.runner_backend for runner in runners if runner is not None), None)
@@ -106,8 +106,8 @@ def moe_runner_backend(layer: Any) -> Any:
 
 
 def routing_shown(router: Any) -> tuple[str, str]:
-    """The ``TopKOutputFormat`` by which the ``TopK`` of a built layer hands its routing on, and SGLang's MoE runner for it."""
-    from sglang.srt.layers.moe.utils import get_moe_runner_backend  # imported late: without a flag, no layers are
+    """The ``TopKOutputFormat`` in which a built layer's ``TopK`` returns its routing, and SGLang's MoE runner for it."""
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend  # imported late: off means no layers are imported
 
     config = router.topk_config
     runner = get_moe_runner_backend() if VERSION < (0, 5, 23) else config.runner_backend

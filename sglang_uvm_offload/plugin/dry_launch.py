@@ -1,4 +1,4 @@
-"""The checks of ``doctor`` that need SGLang: whether this version has every hook point, and whether a launch can offload."""
+"""The ``doctor`` checks that need SGLang: whether this version has every hook point, and whether a launch can offload."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _PACKAGE = "sglang_uvm_offload"
 
 
 def hook_problems() -> list[str]:
-    """Load plugins as a launch does, install every hook of a scheduler, and name those that fail."""
+    """Load plugins as a launch does, install every scheduler hook, and list those that fail."""
     load_plugins()
-    if not server_args.installed():  # SGLANG_PLUGINS leaves this plugin out, which is a problem of its own
+    if not server_args.installed():  # SGLANG_PLUGINS excludes this plugin, which is reported separately
         server_args.install(hooks.add)
     roles.watch()
     requested = parse({"num_resident": "1", "stream_tokens": "inf"})
@@ -49,24 +49,27 @@ def hook_problems() -> list[str]:
 
 
 class Launch:
-    """A launch with these arguments, parsed as by ``sglang.launch_server``: arguments that cannot be parsed end the process
-    with 2. Takes the steps of the launch, but spawns and loads nothing. Call ``hook_problems`` first."""
+    """A launch up to the point where it would spawn processes or load anything.
+
+    It parses ``arguments`` like ``sglang.launch_server``, so unparsable ones end the process with status 2. Call
+    ``hook_problems`` first.
+    """
 
     def __init__(self, arguments: Sequence[str]):
         self.args = sglang.srt.server_args.prepare_server_args(list(arguments))
         self.args._from_command_line = False  # list a FlagError with the other problems instead of ending the process
         self.notes: list[str] = []
-        """What the plugin logged while it resolved the arguments, but for warnings."""
+        """What the plugin logged while resolving the arguments, except warnings."""
         self.warned: list[str] = []
 
     @property
     def cfg(self) -> Any:
-        """The arguments as far as they are resolved."""
+        """The arguments as resolved so far."""
         return resolving_view(self.args)
 
     def unreadable_models(self) -> list[str]:
-        """Problems of the local models in the arguments: one is missing, or its folder has a file whose reading may never end.
-        Call this before ``resolve``, which reads them."""
+        """Local models in the arguments that are missing, or whose folder contains a file that may block a reader forever. Call
+        this before ``resolve``, which reads them."""
         named = {
             "--model-path": self.args.model_path,
             "--speculative-draft-model-path": self.args.speculative_draft_model_path,
@@ -75,34 +78,34 @@ class Launch:
         return [f"{flag} {model}: {reason}" for flag, model in named.items() if model and (reason := unreadable(model))]
 
     def resolve(self) -> list[str]:
-        """Resolve the arguments with every check of a launch, and return the problems."""
+        """Resolve the arguments, run every launch check, and return the problems."""
         try:
             with _logged(self.notes, self.warned):
                 self.args.resolve_once()
         except FlagError as error:
             return error.problems
-        except Exception as error:  # of any type, from SGLang: what doctor prints. A bug of ours is raised
+        except Exception as error:  # SGLang may raise any type, and doctor prints it; a bug of ours is re-raised
             frames = traceback.extract_tb(error.__traceback__)
             if _is_ours(frames):
                 raise
             text, at = " ".join(str(error).split()), frames[-1]
             return [f"SGLang refuses: {type(error).__name__}: {text or f'{at.filename}:{at.lineno}: {at.line}'}"]
         if requested_of(self.args) is None:
-            return [f"{flag_name('num_resident')}: not given or {OFF}, so SGLang would serve this launch without offloading"]
+            return [f"{flag_name('num_resident')}: not set or {OFF}, so SGLang would serve this launch without offloading"]
         return []
 
     def gpus(self) -> list[int]:
-        """The GPUs of the ranks on this machine; empty with another device, or if the arguments describe no ranks."""
+        """The GPUs of the ranks on this machine; empty for another device, or if the arguments describe no ranks."""
         if self.cfg.device != "cuda" or sglang_gaps.bad_numbers(self.cfg):
             return []
         return devices.local_gpus(self.cfg)
 
     def damage(self) -> list[str]:
-        """Damage in the weights that the launch reads, also if ``resolve`` ended before it checked them."""
+        """Damage in the weights that the launch reads, even if ``resolve`` failed before checking them."""
         return damage(self.cfg)
 
     def facts(self) -> list[str]:
-        """What the arguments resolved to, one fact per line. Call this if ``resolve`` found no problem."""
+        """The resolved launch, one fact per line. Call this only if ``resolve`` found no problem."""
         config = config_of(self.args)
         assert config is not None
         cfg, model = self.cfg, model_config_of(self.args)
@@ -124,21 +127,21 @@ class Launch:
         return estimate(config, self.args) if self.cfg.device == "cuda" else Estimate([], [])
 
     def warnings(self) -> list[str]:
-        """What makes the launch slower than it could be, or may end it. Call this if ``resolve`` found no problem."""
+        """What slows the launch down or may make it fail. Call this only if ``resolve`` found no problem."""
         config, model = config_of(self.args), model_config_of(self.args)
         assert config is not None
         routing = built_runners.doubts(config, self.cfg, model.quantization)
         return [*self.warned, *routing, *self.estimate.doubts, *sglang_gaps.warnings(self.cfg)]
 
     def short_pages(self) -> list[str]:
-        """What makes the launch's offloaded experts lie in small host pages. Call this if ``resolve`` found no problem."""
+        """Why offloaded experts would land in small host pages. Call this only if ``resolve`` found no problem."""
         nbytes = self.estimate.offloaded_bytes
         warning = fragmentation(nbytes) if nbytes else None
         return [] if warning is None else [warning]
 
 
 def _is_ours(frames: traceback.StackSummary) -> bool:
-    """Whether an exception is a bug of this plugin: of SGLang and this package, the innermost frame decides."""
+    """Whether an exception is a bug of this plugin. The innermost frame in SGLang or this package decides."""
     package = Path(__file__).parents[1]
     for frame in reversed(frames):
         if package in Path(frame.filename).parents:
@@ -170,7 +173,7 @@ def _drafts(config: RequestedConfig, cfg: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _logged(notes: list[str], warned: list[str]) -> Iterator[None]:
-    """Add the plugin's log to ``notes`` and ``warned``, whatever the launch's ``--log-level``."""
+    """Collect the plugin's log in ``notes`` and ``warned``, independent of the launch's ``--log-level``."""
 
     def add(record: logging.LogRecord) -> None:
         lines = warned if record.levelno >= logging.WARNING else notes

@@ -1,7 +1,7 @@
 """Ends a process that must offload but cannot.
 
-A launcher that accepted the flags sets an environment variable for the processes that it starts. So they know that they must
-offload before they have read their arguments; if they cannot, they end.
+A launcher that accepted the flags sets an environment variable for its child processes. It tells them, before they read their
+arguments, to exit if they cannot offload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLAGS = flag_name("")
 
 
 def mark_children(enabled: bool) -> None:
-    """Set, in the launcher, whether processes that it starts from now on must offload."""
+    """Set in the launcher whether the processes that it starts from now on must offload."""
     if enabled:
         os.environ[_VARIABLE] = "1"
     else:
@@ -30,15 +30,15 @@ def mark_children(enabled: bool) -> None:
 
 
 def fail(reason: str) -> None:
-    """The plugin does not work here. End the process if it must offload, otherwise log a warning."""
+    """Report that the plugin does not work in this process: end it if it must offload, else log a warning."""
     message = f"sglang-uvm-offload {reason}"
     if os.environ.get(_VARIABLE):
         end(message)
-    logger.warning("%s. Expert offloading is not available; without its flags SGLang serves as usual.", message)
+    logger.warning("%s. Expert offloading is unavailable; SGLang serves as usual without its flags.", message)
 
 
 def fail_to_register(error: Exception) -> None:
-    """The plugin could not add its flags to this SGLang. End a command that gives one, before SGLang calls the flag unknown."""
+    """Report that the plugin could not add its flags. End a command that uses one, before SGLang calls the flag unknown."""
     from sglang_uvm_offload.plugin import hook_points
 
     reason = "\n  - ".join([f"cannot register with this SGLang: {type(error).__name__}: {error}", *hook_points.problems()])
@@ -48,8 +48,8 @@ def fail_to_register(error: Exception) -> None:
 
 
 def end(message: str, before_exit: Callable[[], object] = lambda: None) -> NoReturn:
-    """End this process with the reason, and call ``before_exit`` once it is shown. A process that SGLang started exits at once:
-    Python's exit handlers may wait for threads and peers that no longer respond, and the launcher would wait too."""
+    """Print ``message``, call ``before_exit``, and end this process. A process that SGLang started exits at once: Python's exit
+    handlers may wait for threads and peers that no longer respond, and the launcher would hang with them."""
     if multiprocessing.parent_process() is None:
         raise SystemExit(message)
     print(message, file=sys.stderr, flush=True)
@@ -58,6 +58,6 @@ def end(message: str, before_exit: Callable[[], object] = lambda: None) -> NoRet
 
 
 def leave() -> NoReturn:
-    """End this process, whose peer has said why."""
+    """End this process at once, after a peer has printed the reason."""
     logging.shutdown()
     os._exit(1)

@@ -1,6 +1,7 @@
-"""What this plugin needs from SGLang, as in the newest tested version, and whether the installed version has it.
+"""The SGLang names and signatures that this plugin needs, and a check of the installed version against them.
 
-Tested versions are not checked. Any other is, in a launch that offloads, before anything is hooked or loaded.
+The lists follow the newest tested version. Tested versions skip the check. Any other version is checked in a launch that
+offloads, before anything is hooked or loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang_uvm_offload.plugin.weight_writes import WRITERS
 logger = logging.getLogger(__name__)
 
 TRIED = ("0.5.23", "0.5.22", "0.5.21")
-"""The versions with which all tests of ``scripts/try_sglang.sh`` pass, each in a separate environment."""
+"""The versions that pass all tests of ``scripts/try_sglang.sh``, each in a separate environment."""
 
 HOOKED = {
     "sglang.srt.runtime_context.publish": "server_args, *, role",
@@ -89,8 +90,8 @@ HOOKED = {
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader": "self, param",
     "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader_fused": "self, param",
 }
-"""The hooked functions, and the parameters that a hook reads: those before ``*`` come first, those after it may be given by
-name. ``weight_writes.WRITERS`` are also hooked, but no hook reads their parameters."""
+"""The hooked functions and the parameters that a hook reads: positional ones before ``*``, keyword ones after it.
+``weight_writes.WRITERS`` are also hooked, but their hook reads no parameters."""
 
 CALLED = {
     "sglang.srt.arg_groups.arg_utils.with_fallback": "cls, name, value",
@@ -138,7 +139,7 @@ CALLED = {
     "sglang.srt.utils.auth.auth_level": "level",
     "sglang.srt.utils.get_device_memory_capacity": "device",
 }
-"""The functions that this plugin calls, and the parameters that it passes, in the same form."""
+"""The functions that this plugin calls and the parameters that it passes, in the same notation."""
 
 ATTRIBUTES = {
     "sglang.srt.server_args.ServerArgs": (
@@ -222,11 +223,11 @@ ATTRIBUTES = {
     "sglang.srt.plugins.hook_registry.HookType": "AFTER AROUND BEFORE REPLACE",
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
 }
-"""The names that this plugin reads, by module or class."""
+"""The attributes that this plugin reads, by module or class."""
 
 
 def check() -> None:
-    """For a version that was not tested, raise ``FlagError`` with each hook point that changed, or warn if none did."""
+    """For an untested version, raise ``FlagError`` with each hook point that changed, or warn if none did."""
     if found := problems():
         raise FlagError(found)
     if warning := untried():
@@ -234,7 +235,7 @@ def check() -> None:
 
 
 def problems() -> list[str]:
-    """Why this version of SGLang is not supported: first the versions that are, then each hook point that changed."""
+    """Why this SGLang version is not supported: the tested versions, then each hook point that changed."""
     found = [] if untried() is None else moved()
     if not found:
         return []
@@ -245,19 +246,19 @@ def problems() -> list[str]:
 
 
 def untried() -> str | None:
-    """A warning about a version that has every hook point but was never tested; None for a tested one."""
+    """A warning about an untested version with every hook point; None for a tested one."""
     if sglang.__version__ in TRIED:
         return None
-    return f"never tested with SGLang {sglang.__version__}, only with {', '.join(TRIED)}; every hook point exists"
+    return f"untested with SGLang {sglang.__version__} (tested: {', '.join(TRIED)}); every hook point exists"
 
 
 def moved() -> list[str]:
-    """The names in SGLang that are missing or take other parameters than this plugin needs."""
+    """The SGLang names that are missing or whose parameters do not fit."""
     return [problem for name, problem in _differences() if SINCE.get(name, (0,)) <= VERSION]
 
 
 def _differences() -> Iterator[tuple[str, str]]:
-    """Each name that is not as in the newest version, and how it differs."""
+    """Each name that differs from the newest version, and how."""
     for target, parameters in {**HOOKED, **CALLED, **dict.fromkeys(WRITERS, "")}.items():
         found = _resolved(target)
         if found is None:
@@ -274,16 +275,16 @@ def _differences() -> Iterator[tuple[str, str]]:
 
 
 def _resolved(target: str) -> Any:
-    """None if there is no such name, or if its module cannot be imported."""
+    """The object with this dotted name; None if it does not exist or its module cannot be imported."""
     try:
         return pkgutil.resolve_name(target)
-    except Exception:  # noqa: BLE001 -- of any type, from importing an SGLang module; reported as missing
+    except Exception:  # noqa: BLE001 -- importing an SGLang module may raise any type; reported as missing
         return None
 
 
 def _takes(function: Any, parameters: str, *, is_called: bool) -> bool:
-    """Whether the parameters before ``*`` come first in ``function``, it has those after ``*`` by name, and, if this plugin
-    calls it, it needs no others."""
+    """Whether ``function`` starts with the parameters before ``*``, has those after ``*`` by name and, if this plugin calls it,
+    requires no others."""
     first, _, named = (part.strip(" ,") for part in parameters.partition("*"))
     positional, by_name = _names(first), _names(named)
     own = inspect.signature(function).parameters
@@ -298,8 +299,8 @@ def _names(text: str) -> list[str]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module or a class has the name, declares it as a field, or uses it in one of its methods, such as an
-    ``__init__`` that sets it."""
+    """Whether a module or class has the name, declares it as a field, or uses it in a method, such as an ``__init__`` that
+    sets it."""
     return hasattr(owner, name) or name in _mentioned(owner)
 
 
@@ -313,5 +314,5 @@ def _mentioned(owner: Any) -> set[str]:
 
 
 def _functions(base: type) -> Iterator[Any]:
-    """SGLang's own, which a plugin may have wrapped."""
+    """The class's own functions, unwrapped if a plugin has wrapped them."""
     return (inspect.unwrap(member) for member in vars(base).values() if inspect.isfunction(member))

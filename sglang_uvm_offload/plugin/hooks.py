@@ -1,4 +1,4 @@
-"""Installs hooks and verifies them: SGLang only logs a target that it cannot patch."""
+"""Installs and verifies hooks, because SGLang only logs a target that it cannot patch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _targets: list[str] = []
 
 
 def add(target: str, hook: Callable[..., Any], kind: HookType) -> None:
-    """Register ``hook`` on the dotted ``target``. The next ``HookRegistry.apply_hooks`` applies and checks it. That call skips
-    targets that another plugin has already patched, so there the hook is applied at once, around the other plugin's."""
+    """Register ``hook`` on the dotted ``target``. The next ``HookRegistry.apply_hooks`` applies and verifies it. It skips
+    targets that another plugin has already patched, so those are hooked at once, around the other plugin's hook."""
     if target in HookRegistry._patched:
         HookRegistry._apply_target(target, [(kind, hook, None)])
     else:
@@ -29,15 +29,15 @@ def added(target: str) -> bool:
 
 
 def missing() -> str | None:
-    """An error that names our targets without a hook, or None if all are hooked."""
+    """An error message that names our unhooked targets, or None if all are hooked."""
     absent = [target for target in _targets if target not in HookRegistry._patched]
     if not absent:
         return None
-    return f"does not fit this SGLang version: it could not hook {', '.join(absent)}"
+    return f"does not support this SGLang version: could not hook {', '.join(absent)}"
 
 
 def install() -> None:
-    """Check all targets whenever hooks are applied."""
+    """Verify all targets whenever hooks are applied."""
     original = HookRegistry.apply_hooks
 
     def apply_and_check() -> None:

@@ -1,7 +1,7 @@
-"""Rebinds what modules import by name (``from sglang.x import f``) when a hook is put on it.
+"""Rebinds names that modules imported with ``from sglang.x import f`` after ``f`` is hooked.
 
-SGLang's registry looks through all modules for each hook, thousands of them in a rank. Here one search serves all hooks of
-this plugin; those of others are left to SGLang.
+SGLang's registry scans all modules for each hook, which are thousands in a rank. Here one scan serves all hooks of this plugin.
+SGLang handles those of other plugins.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REBINDS = "_propagate_patch"
 
 @contextmanager
 def searched_once(targets: Iterable[str]) -> Iterator[None]:
-    """Inside the block, SGLang's registry rebinds names by one search for all of the dotted ``targets``. A registry that does
-    it by another function than known here is left alone."""
+    """Inside the block, SGLang's registry rebinds names with one scan for all of the dotted ``targets``. A registry whose
+    rebinding function has an unknown signature is left alone."""
     original = getattr(hook_registry, _REBINDS, None)
     if original is None or [*signature(original).parameters] != ["original", "wrapped", "source_module"]:
         yield
@@ -35,8 +35,8 @@ def searched_once(targets: Iterable[str]) -> Iterator[None]:
 
 
 class _Search:
-    """Which modules hold what is to be hooked, and by which names; found anew once a module was imported. ``otherwise``
-    rebinds what is none of ``targets``, or was not imported before."""
+    """The modules that hold the targets, and under which names. Scans again once another module is imported. ``otherwise``
+    rebinds objects that are not in ``targets`` or were not imported before."""
 
     def __init__(self, targets: Iterable[str], otherwise: Callable[[object, object, object], int]):
         self._targets = tuple(targets)
@@ -44,8 +44,7 @@ class _Search:
         self._search()
 
     def rebind(self, original: object, wrapped: object, source_module: object) -> int:
-        """Have all modules but ``source_module`` hold ``wrapped`` where they hold ``original``. Returns how many names that
-        were."""
+        """Replace ``original`` with ``wrapped`` in all modules but ``source_module``. Returns the number of rebound names."""
         if id(original) not in self._wanted:
             return self._otherwise(original, wrapped, source_module)
         if [*map(id, sys.modules.values())] != [*map(id, self._modules)]:
@@ -55,14 +54,14 @@ class _Search:
             if module is not source_module and vars(module).get(name) is original:
                 try:
                     setattr(module, name, wrapped)
-                except (AttributeError, TypeError):  # a module may refuse: SGLang's registry leaves it so
+                except (AttributeError, TypeError):  # a module may refuse, which SGLang's registry also ignores
                     continue
                 rebound += 1
         return rebound
 
     def _search(self, *besides: object) -> None:
         self._wanted = {id(one): one for one in (*besides, *_originals(self._targets))}
-        self._modules = [*sys.modules.values()]  # after that: a module may import what it is asked for
+        self._modules = [*sys.modules.values()]  # after the line above, which may import modules lazily
         self._holders: dict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
         for module in self._modules:
             for name, value in _held(module):
@@ -71,15 +70,15 @@ class _Search:
 
 
 def _held(module: Any) -> list[tuple[str, object]]:
-    """The names of a module and what they hold; none of what only stands in ``sys.modules`` for one."""
+    """A module's names and their values; empty for an object in ``sys.modules`` that is not a module."""
     try:
         return [*vars(module).items()] if isinstance(module, ModuleType) else []
-    except TypeError:  # SGLang's registry passes over such a module too
+    except TypeError:  # SGLang's registry also skips such a module
         return []
 
 
 def _originals(targets: Iterable[str]) -> Iterator[object]:
-    """What the registry would take for the original of each target whose module is imported."""
+    """What the registry treats as the original of each target whose module is imported."""
     for target in targets:
         path, _, attribute = target.rpartition(".")
         owner = _resolved(path)
@@ -90,7 +89,7 @@ def _originals(targets: Iterable[str]) -> Iterator[object]:
 
 
 def _resolved(path: str) -> Any:
-    """The module, or the class in one, of a dotted path; None if it is not there, or not imported."""
+    """The module or class at a dotted path; None if it does not exist or is not imported."""
     if path in sys.modules:
         return sys.modules[path]
     above, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Which hooks each process of a server gets, by the role for which SGLang publishes its arguments."""
+"""Installs the hooks of each server process, by the role for which SGLang publishes its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_uvm_offload.plugin.server_config import config_of
 
 _PUBLISH = "sglang.srt.runtime_context.publish"
 _installed: set[str] = set()
-"""The roles for which this process has installed its hooks."""
+"""The roles whose hooks this process has installed."""
 
 
 def watching() -> bool:
@@ -22,27 +22,27 @@ def watching() -> bool:
 
 
 def publishing() -> str | None:
-    """The role for which SGLang is in ``publish`` now, where a hook that is put on it comes too late."""
+    """The role for which SGLang is inside ``publish`` right now, too late to hook it; None outside."""
     frames = (frame for frame, _ in walk_stack(None))
     mine = (each for each in frames if f"{each.f_globals.get('__name__')}.{each.f_code.co_name}" == _PUBLISH)
     return next((str(each.f_locals["role"]) for each in mine), None)
 
 
 def watch() -> None:
-    """Hook ``publish``, after which a process knows its arguments. A launcher calls it once it has flags: each target costs a
-    search of all modules."""
+    """Hook ``publish``, after which a process knows its arguments. A launcher calls this only once it has flags, because each
+    target costs a scan of all modules."""
     if not hooks.added(_PUBLISH):
         hooks.add(_PUBLISH, _after_publish, HookType.AFTER)
 
 
 def watch_in_children() -> None:
-    """``watch`` in a process that SGLang started: it gets its arguments later."""
+    """``watch`` in a process that SGLang started, which gets its arguments later."""
     if multiprocessing.parent_process() is not None:
         watch()
 
 
 def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwargs: Any) -> None:
-    """Install the hooks of a scheduler that must offload, and of what starts several, and add the HTTP routes in the launcher.
+    """Install the hooks of an offloading scheduler or of a data-parallel controller, and add the HTTP routes in the launcher.
     Other processes get no hooks and pay nothing. Hooks are installed once, however often SGLang publishes arguments."""
     config = config_of(server_args)
     if config is None:
@@ -75,5 +75,5 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
         saver, compiled = execution.features.enable_memory_saver, execution.graph.enable_torch_compile
         scheduler_hooks.install(config, hooks.add, adapters=adapters, memory_saver=bool(saver), compiled=bool(compiled))
         HookRegistry.apply_hooks()
-        if reason := hooks.missing():  # whether or not its environment says that it must offload: its arguments do
+        if reason := hooks.missing():  # its arguments demand offloading, even if its environment does not
             enforce.end(f"sglang-uvm-offload {reason}")

@@ -1,7 +1,7 @@
 """SGLang's arguments plus our flags: command line, YAML, ``sglang.Engine`` keywords, pickling, ``/server_info``.
 
-Arguments that no flag is given to are SGLang's own object. Those with one are an ``OffloadServerArgs``, whose class a process
-finds without plugins, and which loads them in a launcher (``server_args_name`` says what makes which).
+Without one of our flags, arguments are SGLang's own object. With one, they are an ``OffloadServerArgs``, whose class a process
+can unpickle without plugins and which loads plugins in a launcher. ``server_args_name`` decides which class is created.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def install(add: Callable[[str, Any, HookType], None]) -> None:
 
 
 def installed() -> bool:
-    """Whether this process has our flags."""
+    """Whether our flags are registered in this process."""
     return hooks.added(_TARGET)
 
 
 def _resolve_once(self: Any) -> None:
     """Each process calls this before it uses its arguments; only the first call resolves them. In a process that was started to
-    launch a server, SGLang loads plugins only after that; in some processes never."""
+    launch a server, SGLang loads plugins only afterwards, and in some processes never."""
     hooked = roles.watching()
     if not getattr(self, "_resolution_finished", False):
         load_plugins()
@@ -55,13 +55,13 @@ def _resolve_once(self: Any) -> None:
     if requested_of(self) is None:
         return
     if not roles.watching() and compat.loads_plugins():
-        enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or not hooked in it")
+        enforce.end("sglang-uvm-offload: this process must offload, but the plugin is not loaded or hooked here")
     if not hooked and (role := roles.publishing()) and compat.loads_plugins(role):
-        enforce.end("sglang-uvm-offload: this process publishes arguments before it loads plugins; call load_plugins() first")
+        enforce.end("sglang-uvm-offload: this process published arguments before loading plugins; call load_plugins() first")
 
 
 def _post_init(self: Any) -> None:
-    """A process that makes arguments with a flag may publish them unresolved."""
+    """Watch for ``publish``: a process that creates arguments with a flag may publish them unresolved."""
     if installed():
         roles.watch()
         HookRegistry.apply_hooks()
@@ -71,14 +71,14 @@ def _post_init(self: Any) -> None:
 def _attach_flags(server_args: Any) -> None:
     requested = parsed_flags(server_args)
     if requested is not None:
-        from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is on
+        from sglang_uvm_offload.plugin import hook_points  # imported only if offloading is enabled
 
         hook_points.check()
     attach_requested(server_args, requested)
 
 
 def _switch(text: str) -> str:
-    """YAML reads a plain ``off`` as false, which SGLang passes on as the word."""
+    """Undo YAML, which reads a bare ``off`` as false; SGLang passes it on as the word."""
     return {"true": "on", "false": "off"}.get(text, text)
 
 
@@ -95,10 +95,10 @@ def _fields(namespace: dict[str, Any]) -> None:
 
 
 def _add_cli_args(parser: Any) -> None:
-    """A flag of ours must be spelled out, and a misspelt one ends the command with one line. What else is unknown, SGLang's
-    parser names as ever, behind all of its usage."""
+    """Require our flags to be spelled out: a misspelt one ends the command with one line. SGLang's parser reports other unknown
+    flags as usual, after its whole usage text."""
     _Sglangs.add_cli_args(parser)
-    if not isinstance(parser, argparse.ArgumentParser):  # a group of one
+    if not isinstance(parser, argparse.ArgumentParser):  # an argument group
         return
     parse = parser.parse_known_args
 
@@ -125,7 +125,7 @@ OffloadServerArgs: Any = types.new_class("OffloadServerArgs", (ServerArgs,), {"d
 
 
 class _Sglangs:
-    """SGLang's own class. SGLang rebinds every name of it in a module, also here, but not in a class."""
+    """SGLang's own class and methods. SGLang rebinds its names in every module, including this one, but not in a class."""
 
     plain = ServerArgs
     from_cli_args = ServerArgs.from_cli_args.__func__
@@ -144,17 +144,17 @@ def _from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
 
 
 def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """The last checks before SGLang spawns or loads anything, against this SGLang and this model."""
+    """Check the launch against this SGLang and this model, before SGLang spawns or loads anything."""
     previous(server_args)
     if not isinstance(server_args, OffloadServerArgs) and any(name.startswith(PREFIX) for name in vars(server_args)):
-        _attach_flags(server_args)  # set as attributes, on arguments that may be older than our flags
+        _attach_flags(server_args)  # set as attributes, on arguments possibly created before our flags existed
     requested = requested_of(server_args)
     enforce.mark_children(requested is not None)
     if requested is None:
         return
     roles.watch()
     HookRegistry.apply_hooks()
-    from sglang_uvm_offload.plugin.checks import launch_checks  # imported only if offloading is on
+    from sglang_uvm_offload.plugin.checks import launch_checks  # imported only if offloading is enabled
 
     with _reported(server_args):
         if reason := hooks.missing():
@@ -166,7 +166,7 @@ def _check_launch(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 @contextmanager
 def _reported(server_args: Any) -> Iterator[None]:
-    """A ``FlagError`` ends a command like an argparse error. Callers of ``sglang.Engine`` get the exception."""
+    """End a command on a ``FlagError`` as argparse would. Callers of ``sglang.Engine`` get the exception."""
     try:
         yield
     except FlagError as error:

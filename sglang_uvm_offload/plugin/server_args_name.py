@@ -1,12 +1,14 @@
-"""What SGLang's name for the class of its arguments stands for once plugins are loaded.
+"""The proxy class that replaces SGLang's name ``ServerArgs`` once plugins are loaded.
 
-The class itself cannot take our flags: C code makes its objects (``msgspec``), and no field or keyword can be added to a class
-that exists. A subclass in its place, as SGLang's registry would put it, would not be the class of arguments that were made
-before: those could not be pickled, nor compared. So the name stands for a class without objects of its own. Called without a
-flag, it makes SGLang's own object, the same before and after; called with one, it makes ours. In ``isinstance``, and where
-attributes are read or set (by another plugin's hooks), it is SGLang's class.
+``ServerArgs`` itself cannot take our flags: its objects are created by C code (``msgspec``), and an existing class accepts no
+new fields or keywords. A subclass in its place, as SGLang's registry would install, would differ from the class of arguments
+created earlier, which could then be neither pickled nor compared. So the name becomes a proxy without instances of its own:
 
-What remains different: ``type(server_args) is ServerArgs`` is false after plugins are loaded.
+- Called without our flags, it creates SGLang's own object, before and after plugins load.
+- Called with one, it creates ours.
+- In ``isinstance`` and for attribute access (by another plugin's hooks), it is SGLang's class.
+
+One difference remains: ``type(server_args) is ServerArgs`` is false after plugins are loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import Any
 
 
 def standing_for(plain: Any, ours: Any, fields: Callable[[dict[str, Any]], None], defaults: Mapping[str, Any]) -> Any:
-    """A class for the name of ``plain``, which lists the ``fields`` of ``ours`` too. ``defaults``: what each of these flags is
-    if it is not given."""
+    """A proxy for the name of ``plain`` that also lists the ``fields`` of ``ours``. ``defaults`` maps each of our flags to its
+    default."""
     name: Any = None
 
     class Name(type(plain)):  # type: ignore[misc]  # a metaclass of C code
@@ -66,7 +68,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 def pickle_by_name(plain: Any) -> None:
-    """Have objects of ``plain`` pickled with whatever stands under its name, as they were before it was another class."""
+    """Pickle objects of ``plain`` under its name, whatever the name is bound to, as before it was replaced."""
     reduce = plain.__reduce__
 
     def by_name(self: Any) -> Any:
@@ -77,5 +79,5 @@ def pickle_by_name(plain: Any) -> None:
 
 
 def named(plain: Any) -> Any:
-    """What stands under the name of ``plain`` in this process."""
+    """The object that the name of ``plain`` is bound to in this process."""
     return getattr(sys.modules[plain.__module__], plain.__name__)

@@ -1,4 +1,4 @@
-"""The offload config on SGLang's arguments: requested and checked in the launcher, pickled with them to every process."""
+"""The offload config attached to SGLang's arguments: checked in the launcher and pickled with them to every process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _REQUESTED, _CONFIG = "_expert_offload_requested", "_expert_offload_config"
 
 
 def parsed_flags(server_args: Any) -> RequestedConfig | None:
-    """What the flags of ``server_args`` ask for, None if offloading is off or these are SGLang's plain arguments. Raises
-    ``FlagError`` for values that are not well-formed."""
+    """The config that the flags of ``server_args`` request; None if offloading is off or these are SGLang's plain arguments.
+    Raises ``FlagError`` for malformed values."""
     cfg = resolving_view(server_args)
     return of_arguments({name: getattr(cfg, PREFIX + name) for name in ARGUMENTS if hasattr(cfg, PREFIX + name)})
 
@@ -29,14 +29,14 @@ def attach(server_args: Any, config: RequestedConfig) -> None:
 
 
 def requested_of(server_args: Any) -> RequestedConfig | None:
-    """What was requested, None if offloading is off. Raises ``FlagError`` if the flags enable offloading but nothing is
-    attached: a process must not silently serve without offloading."""
+    """The requested config, None if offloading is off. Raises ``FlagError`` if the flags enable offloading but no config is
+    attached, because a process must not silently serve without offloading."""
     if hasattr(server_args, _REQUESTED):
         requested: RequestedConfig | None = getattr(server_args, _REQUESTED)
         return requested
     given = getattr(server_args, PREFIX + "num_resident", None)
     if given is not None and not turned_off(given):
-        raise FlagError([f"{flag_name('num_resident')}: SGLang used these arguments before it resolved them"])
+        raise FlagError([f"{flag_name('num_resident')} {given}: SGLang used these arguments before resolving them"])
     return None
 
 
@@ -46,5 +46,5 @@ def config_of(server_args: Any) -> RequestedConfig | None:
         return None
     config: RequestedConfig | None = getattr(server_args, _CONFIG, None)
     if config is None:
-        raise FlagError([f"{flag_name('num_resident')}: SGLang did not check this launch before it used its arguments"])
+        raise FlagError([f"{flag_name('num_resident')}: SGLang used these arguments before checking the launch"])
     return config

@@ -1,4 +1,4 @@
-"""The installed version of SGLang, and the version since which a hook point exists that ``compat`` does without before it."""
+"""The installed SGLang version, and the first version of each hook point that ``compat`` does without in older ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ SINCE = {
     "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.get_moe_runner_backend": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_nvidia_megakernel": (0, 5, 23),
     "sglang.srt.server_args.ServerArgs.enable_paged_experts": (0, 5, 23),
-    # In older versions, a wrapper hid the same parameters.
+    # In older versions, a wrapper hides the same parameters.
     "sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe.fused_marlin_moe": (0, 5, 23),
 }

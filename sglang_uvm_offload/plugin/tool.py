@@ -1,4 +1,4 @@
-"""Runs one of SGLang's own tools that take the arguments of a launch. They parse them before SGLang loads plugins."""
+"""Runs one of SGLang's own tools that take launch arguments, which parse them before SGLang loads plugins."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_uvm_offload.plugin import server_args
 
 
 def load() -> None:
-    """Load plugins, as SGLang does in a launch. Raises ``ValueError`` where that leaves this one out."""
+    """Load plugins as SGLang does in a launch. Raises ``ValueError`` if that excludes this one."""
     load_plugins()
     if not server_args.installed():
-        raise ValueError("SGLANG_PLUGINS leaves this plugin out; unset it, or add uvm_offload")
+        raise ValueError("SGLANG_PLUGINS excludes this plugin; unset it or add uvm_offload")
 
 
 def run(module: str, arguments: Sequence[str]) -> None:
-    """What ``python -m module`` does with these arguments."""
+    """Run ``python -m module`` with these arguments."""
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,11 +1,11 @@
-"""The SGLang functions that write experts after loading. After each, every copy of an expert is stale.
+"""The SGLang functions that write experts after loading. Each of them makes every copy of an expert stale.
 
-online updates      from disk, tensors, a process group or IPC; a session begins by unpacking weights and ends by packing
-                    them, and a trainer that writes by RDMA does so inside it
-weight checker      fills weights with noise, to check that an update overwrites it
-expert placement    EPLB, and experts of a lost rank from their backup
-sleep               weights may be released, and different ones are there afterwards
-loading             while graphs are captured, and code that calls a model's ``load_weights`` itself
+online updates      from disk, tensors, a process group or IPC; a session unpacks weights at its start and packs them at its
+                    end, and a trainer that writes over RDMA does so in between
+weight checker      fills weights with noise to check that an update overwrites it
+expert placement    EPLB, and restoring a lost rank's experts from backup
+sleep               may release weights and come back with different ones
+loading             during graph capture, and by code that calls a model's ``load_weights`` itself
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ WRITERS = (
 
 
 def watch_writes(on_write: Callable[[], None], add: Callable[[str, Any, HookType], None]) -> None:
-    """Call ``on_write`` after each of ``WRITERS``, even if it fails: some weights may have been written. Writers call each
-    other for each tensor of each expert and from several threads, so ``on_write`` should only set a flag."""
+    """Call ``on_write`` after each of ``WRITERS``, even after a failure, which may have written some weights. Writers run for
+    each tensor of each expert, nested and on several threads, so ``on_write`` should only set a flag."""
 
     def around_writer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -90,4 +90,4 @@ def test_a_launch_of_the_documents_would_be_served(words: list[str], ends: dict[
         assert said.splitlines()[-1] == "ready to serve this launch"
     else:  # no offloading or another way to offload, shown to compare: SGLang takes it, and the doctor finds that
         (problem,) = problems
-        assert problem.startswith(f"{flag_name('num_resident')}: not given or -1, so SGLang would serve")
+        assert problem.startswith(f"{flag_name('num_resident')}: not set or -1, so SGLang would serve")

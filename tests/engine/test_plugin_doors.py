@@ -200,7 +200,7 @@ def test_a_process_that_publishes_unresolved_arguments_offloads_or_ends(model: s
     assert result(sglang, program.format(model=model, made_here=True))["hooked"]
     ended = sglang.run(program.format(model=model, made_here=False))
     assert ended.code == 1
-    assert "this process publishes arguments before it loads plugins; call load_plugins() first" in ended.err
+    assert "this process published arguments before loading plugins; call load_plugins() first" in ended.err
     children = CHILDREN.replace("{file!r}", repr(str(tmp_path / "arguments")))
     assert result(sglang, (MADE + children).format(model=model))["codes"] == [1, int(VERSION >= (0, 5, 22))]
 
@@ -296,7 +296,7 @@ def test_the_page_names_every_tool():
     ("words", "env", "reason"),
     [
         (["sglang.no_such"], {}, "there is no Python module sglang.no_such"),
-        (["sglang.compile_deep_gemm"], WITHOUT, "SGLANG_PLUGINS leaves this plugin out"),
+        (["sglang.compile_deep_gemm"], WITHOUT, "SGLANG_PLUGINS excludes this plugin"),
     ],
 )
 def test_a_tool_that_cannot_take_them_is_refused(words: list[str], env: dict[str, str], reason: str, sglang: Nursery):

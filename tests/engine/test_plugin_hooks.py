@@ -186,7 +186,7 @@ def test_a_process_that_loads_no_plugins_ends_if_it_is_to_offload(residents, plu
     )
     if residents:
         assert ended.code == 1
-        assert "this process must offload, but the plugin is not loaded or not hooked in it" in ended.err
+        assert "this process must offload, but the plugin is not loaded or hooked here" in ended.err
         assert "SERVES" not in ended.out
     else:
         assert "SERVES" in ended.out, ended.err[-3000:]

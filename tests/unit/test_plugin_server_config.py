@@ -26,7 +26,7 @@ def test_what_was_attached_arrives_as_it_is(values):
     if requested is None:
         assert config_of(arrived) is None
         return
-    with pytest.raises(FlagError, match="did not check this launch"):
+    with pytest.raises(FlagError, match="before checking the launch"):
         config_of(arrived)
     attach(args, served_config(**values))
     assert config_of(pickle.loads(pickle.dumps(args))) == served_config(**values)
