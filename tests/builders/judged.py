@@ -47,7 +47,7 @@ for words, environment, host in {launches}:
 print("RESULT", json.dumps(said))
 """
 
-UNKNOWN = re.compile(r"SGLang refuses|is not estimated|Traceback|give a number")
+UNKNOWN = re.compile(r"SGLang refuses|cannot be estimated|Traceback|give a number")
 """What no launch of a local folder of safetensors may be told."""
 
 NO_CHOICE = re.compile(r"error: (argument --\S+: invalid choice: '\w+'|unrecognized arguments: .+|ambiguous option: .+)")
@@ -94,7 +94,7 @@ def verdict(said: str) -> str:
     """One line of what ``doctor`` said: its problems, or the residents that it estimates."""
     if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
         return f"refused: {'; '.join(problems)}"
-    if ends := re.findall(r"WARNING +(--moe-runner-backend .+ the start ends .+)", said):
+    if ends := re.findall(r"WARNING +(--moe-runner-backend .+ the launch fails .+)", said):
         return f"doubtful: {ends[0]}"
     short = re.findall(r"WARNING +(?:--expert-offload-num-resident \S+: )?estimated: (?!remedy: )(.+)", said)
     if found := re.search(r"estimated: (\d+ of \d+ experts a layer)(?: and (\d+) slots)? in VRAM", said):

@@ -62,7 +62,7 @@ def test_a_further_request_needs_no_more_of_a_model_without_states(cuda_argument
 
 
 def test_a_cache_that_no_gpu_holds_is_an_error(cuda_arguments: Arguments) -> None:
-    with pytest.raises(ValueError, match="SGLang cannot make a KV cache of 1000000000 tokens on any GPU"):
+    with pytest.raises(ValueError, match="SGLang cannot fit a KV cache of 1000000000 tokens on any GPU"):
         need(cuda_arguments, "Qwen/Qwen3-30B-A3B", tokens=10**9)
 
 

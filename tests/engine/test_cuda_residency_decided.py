@@ -110,7 +110,7 @@ def test_slots_are_placed_once_the_buffers_of_adapters_are_and_take_what_these_l
     room = fraction(model, 8, CACHE_TOKENS, beside=6 * BLOCK_BYTES, measured=True)
     served = serve(standin, model, tmp_path / "run", "auto", **more, mem_fraction_static=room)
     told = r"(\d+) residents and (\d+) slots a layer"
-    (found,) = re.findall(rf"Expert offload: {told}, not {told}: so many fit now", served.log)
+    (found,) = re.findall(rf"Expert offload: {told} instead of {told}, measured with", served.log)
     residents, slots, *before = map(int, found)
     assert 0 < residents + slots < sum(before)
     assert (int(served.number), served.state["slots"]["a_layer"]) == (residents, slots)

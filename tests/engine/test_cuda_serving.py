@@ -117,7 +117,7 @@ def kernels(calls: list[dict]) -> list[str]:
 
 def test_the_file_cache_of_the_checkpoint_is_given_back_where_moves_would_get_small_pages(served):
     result, _ = served
-    assert len(re.findall(r"the file cache of the checkpoint \([\d.]+ [MG]iB\) was given back", result["log"])) == 1
+    assert len(re.findall(r"dropped the checkpoint from the page cache \([\d.]+ [MG]iB\)", result["log"])) == 1
 
 
 @pytest.mark.works("Launch", "default decode and prefill CUDA graphs, overlap scheduling, radix cache")
@@ -127,7 +127,7 @@ def test_decode_graphs_of_both_batches_and_prefill_graphs_below_the_threshold_ar
     assert layers.count(LAYERS) == 2  # decode: batches of 1 and of 2
     assert layers.count(1) == 3 * LAYERS  # prefill: of 4, 8 and 12 tokens, broken at the attention of each layer
     assert sum(layers) == 5 * LAYERS
-    assert "prefill CUDA graphs are captured for up to 12 tokens, not 2048" in result["log"]
+    assert "prefill CUDA graphs are captured for up to 12 tokens instead of 2048" in result["log"]
 
 
 @pytest.mark.since("0.5.22", "torch 2.13 waits for another stream as a capture begins")
@@ -245,7 +245,7 @@ def test_the_scheduler_gets_the_number_that_fits_and_the_cache_its_tokens(served
     assert result["server_info"]["expert_offload_num_resident"] == str(RESIDENT)
     assert result["server_info"]["max_total_num_tokens"] == CACHE_TOKENS
     assert f"--expert-offload-num-resident auto: {RESIDENT} of {EXPERTS} experts a layer fit" in result["log"]
-    assert result["log"].count("torch frees its cache before it takes more than") == 1
+    assert result["log"].count("torch's allocator is limited to") == 1
     looks = [i for i, call in enumerate(calls) if call.get("kernel") == "uvm_time_reads_kernel"]
     assert looks[0] < calls.index(named(calls, "cudaGraphLaunch")[0])
     assert result["server_info"]["internal_states"][0]["expert_offload"]["evicted_bytes"] == 0

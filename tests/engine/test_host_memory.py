@@ -51,8 +51,8 @@ def test_experts_that_host_ram_can_never_take_are_warned_of_where_memory_is_give
     host_memory.warn_of_host_ram([rank(host, one_memory=one_memory)], Division(12, slots, 0))
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * (warned is not None)
     if warned is not None:
-        assert "--enable-memory-saver: release_memory_occupation can never free the VRAM of experts: " in caplog.text
-        assert f"host RAM must hold all of them meanwhile, {warned}, and " in caplog.text
+        assert "--enable-memory-saver: release_memory_occupation will not free the VRAM of experts: " in caplog.text
+        assert f"host RAM would have to hold all of them ({warned}) but " in caplog.text
         caplog.clear()
         host_memory.warn_of_host_ram([rank(host), rank(host, gpu=1)], FEW)
         assert "32.0 MiB" in caplog.text

@@ -33,10 +33,10 @@ def test_what_the_runner_cannot_do_ends_the_start_once_for_all_ranks(
         run_engine({"engine": engine, "prompts": [], "max_new_tokens": 1}, folder, env, seconds=patience(900))
     log = (folder / "log.txt").read_text()
     for said in (
-        f"{SELECTION} frequency: {CHOSEN} (SGLang's choice for this model and GPU) routes in its kernel and shows no",
+        f"{SELECTION} frequency: {CHOSEN} (SGLang's choice for this model and GPU) routes in its kernel and exposes no",
         f"--expert-offload-config trace '{tmp_path}/t.npz': {CHOSEN} (SGLang's choice",
-        f"--expert-offload-slots 2: {CHOSEN} takes each expert as a group, by its number, inside its kernels; leave it out",
-        f"--expert-offload-config tma off: {CHOSEN} has kernels that may load experts by TMA",
+        f"--expert-offload-slots 2: {CHOSEN} indexes experts by number inside its kernels; remove it",
+        f"--expert-offload-config tma off: {CHOSEN} may load experts with TMA",
     ):
         assert log.count(said) == 1, log[-3000:]
     assert log.count("expert offloading cannot start") == 1

@@ -82,7 +82,7 @@ class Served(NamedTuple):
     def corrected(self) -> list[tuple[int, int]]:
         """Each correction: the residents after it, and before."""
         told = r"(\d+) residents(?: and \d+ slots)? a layer"
-        found = re.findall(rf"Expert offload: {told}, not {told}: so many fit now", self.log)
+        found = re.findall(rf"Expert offload: {told} instead of {told}, measured with", self.log)
         return [(int(after), int(before)) for after, before in found]
 
 

@@ -82,7 +82,7 @@ def test_nothing_is_given_back_while_enough_is_free_in_large_pages(
     assert (advised, caplog.text) == ([], "")
     make_room(16 * MIB + 1, [checkpoint, checkpoint / "a name on the Hub"])
     assert len(advised) == 2
-    assert "16.0 MiB of host RAM is free in stretches of 2 MiB" in caplog.text
+    assert "16.0 MiB of host RAM is free in blocks of 2 MiB" in caplog.text
     monkeypatch.setattr(host_pages, "BUDDYINFO", checkpoint / "none")
     make_room(1 << 60, [checkpoint])
     assert len(advised) == 2, "a kernel that does not show what is free"

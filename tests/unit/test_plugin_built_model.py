@@ -72,7 +72,7 @@ def test_as_many_lists_of_ids_as_layers_were_built(monkeypatch, tmp_path, lists,
     if fits:
         assert problems(model, given) == []
         return
-    wanted = rf"--expert-offload-resident-ids '@.*ids.json': lists {lists} layers, .* has 3 MoE layers, .*: 1, 2, 3"
+    wanted = rf"--expert-offload-resident-ids '@.*ids.json': lists {lists} layers, .* 3 MoE layers needs a list: 1, 2, 3"
     (problem,) = problems(model, given)
     assert re.match(wanted, problem)
 
@@ -89,7 +89,7 @@ def test_more_slots_than_experts_that_are_offloaded_end_the_launch(monkeypatch):
     model = built(monkeypatch, [1, 2, 3])
     assert problems(model, config(num_resident=5, slots=3)) == []
     (problem,) = problems(model, config(num_resident=6, slots=3))
-    assert problem.startswith("--expert-offload-slots 3: 6 residents leave 2 of 8 experts a layer offloaded")
+    assert problem.startswith("--expert-offload-slots 3: 6 residents leave only 2 of 8 experts a layer offloaded")
 
 
 REPLICATED = np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 5])
@@ -129,7 +129,7 @@ def test_auto_takes_ids_whatever_number_it_comes_to(monkeypatch):
     assert problems(model, given) == []
     assert model.room_problems(given.resident_ids, 5) == []
     (problem,) = model.room_problems(given.resident_ids, 4)
-    assert "names 5 experts a layer, and --expert-offload-num-resident 4 allows 4" in problem
+    assert "names 5 experts a layer, but --expert-offload-num-resident 4 allows 4" in problem
 
 
 def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
@@ -142,4 +142,4 @@ def test_layers_get_the_numbers_that_they_have_in_the_whole_model(monkeypatch):
 def test_a_model_without_a_moe_layer_ends_the_launch_when_it_is_built(monkeypatch):
     model = built(monkeypatch, [])
     (problem,) = problems(model, config(num_resident=4))
-    assert problem == "--expert-offload-num-resident 4: the model was built without a MoE layer"
+    assert problem == "--expert-offload-num-resident 4: the built model has no MoE layer"

@@ -73,16 +73,16 @@ def problems(*backends: str, quantization: str | None = None, fp4: bool = False,
     [
         ({}, f"{SELECTION} frequency", f"{SELECTION} first_n or manual"),
         ({**FIRST_N, "adapt": "continuous"}, f"{ADAPT} continuous", f"{ADAPT} off or warmup"),
-        ({**FIRST_N, "prefetch": "frequency"}, "--expert-offload-prefetch frequency", "leave it out"),
-        ({**FIRST_N, "save_profile": "p.npz"}, "--expert-offload-config save_profile 'p.npz'", "leave it out"),
-        ({**FIRST_N, "trace": "t.npz"}, "--expert-offload-config trace 't.npz'", "leave it out"),
+        ({**FIRST_N, "prefetch": "frequency"}, "--expert-offload-prefetch frequency", "remove it"),
+        ({**FIRST_N, "save_profile": "p.npz"}, "--expert-offload-config save_profile 'p.npz'", "remove it"),
+        ({**FIRST_N, "trace": "t.npz"}, "--expert-offload-config trace 't.npz'", "remove it"),
     ],
 )
 def test_what_needs_the_routing_is_refused_by_name_where_a_kernel_hides_it(process, flags, refused, instead):
     process.moe_runner_backend = "flashinfer_trtllm"
     (problem,) = problems("triton", "flashinfer_trtllm", "flashinfer_trtllm", **flags)
     assert problem == (
-        f"{refused}: --moe-runner-backend flashinfer_trtllm routes in its kernel and shows no expert ids; choose "
+        f"{refused}: --moe-runner-backend flashinfer_trtllm routes in its kernel and exposes no expert ids; use "
         f"--moe-runner-backend triton or flashinfer_trtllm_routed, or {instead}"
     )
     assert problems("flashinfer_trtllm_routed", **flags) == []
@@ -92,7 +92,7 @@ def test_all_flags_are_named_at_once_with_the_runner_that_sglang_chose():
     found = problems("flashinfer_mxfp4", quantization="mxfp4", **EVERYTHING)
     assert len(found) == 4
     chosen = "flashinfer_mxfp4 (SGLang's choice for this model and GPU) routes"
-    assert all(chosen in each and "choose --moe-runner-backend triton_kernel or marlin, or" in each for each in found)
+    assert all(chosen in each and "use --moe-runner-backend triton_kernel or marlin, or" in each for each in found)
 
 
 @pytest.mark.parametrize("adapt", ["off", "warmup"])
@@ -107,7 +107,7 @@ def test_a_model_that_keeps_its_ids_is_served_by_any_runner():
 
 def test_tokens_per_expert_suffice_for_all_but_a_trace():
     (problem,) = problems("triton_kernel", **EVERYTHING)
-    assert "trace 't.npz': --moe-runner-backend triton_kernel shows the tokens of each expert" in problem
+    assert "trace 't.npz': --moe-runner-backend triton_kernel exposes the tokens of each expert" in problem
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_w4afp8_layers_that_exchange_tokens_are_not_counted(monkeypatch):
     assert built_runners.problems(config, model("flashinfer_trtllm"), [layer], "fp8") == []
     layer.use_w4afp8 = True
     (problem,) = built_runners.problems(config, model("cutlass"), [layer], "w4afp8")
-    assert re.search(r"frequency: --moe-a2a-backend deepep computes W4AFP8 .* choose --moe-a2a-backend none, or", problem)
+    assert re.search(r"frequency: --moe-a2a-backend deepep computes W4AFP8 .* use --moe-a2a-backend none, or", problem)
 
 
 def test_slots_are_refused_or_left_out_where_no_layer_computes_from_them(caplog):
     caplog.set_level("INFO")
-    reason = "--moe-runner-backend cutlass takes each expert as a group, by its number, inside its kernels"
-    assert problems("cutlass", slots=3) == [f"--expert-offload-slots 3: {reason}; leave it out"]
+    reason = "--moe-runner-backend cutlass indexes experts by number inside its kernels"
+    assert problems("cutlass", slots=3) == [f"--expert-offload-slots 3: {reason}; remove it"]
     assert problems("cutlass", "triton", slots=3) == problems("cutlass") == []
     assert problems("cutlass", num_resident="auto") == []
     assert f"--expert-offload-slots auto: no slots: {reason}" in caplog.text
@@ -163,11 +163,11 @@ def test_slots_are_refused_or_left_out_where_no_layer_computes_from_them(caplog)
 
 def test_kernels_that_may_load_by_tma_are_named_where_it_is_off():
     (problem,) = problems("deep_gemm", "triton", "marlin", tma="off")
-    assert problem.startswith("--expert-offload-config tma off: --moe-runner-backend deep_gemm has kernels that may load")
-    assert "choose --moe-runner-backend triton" in problem
+    assert problem.startswith("--expert-offload-config tma off: --moe-runner-backend deep_gemm may load experts with TMA")
+    assert "use --moe-runner-backend triton" in problem
     assert problems("deep_gemm") == problems("triton", tma="off") == []
     (of_draft,) = built_runners.tma_problems(parse({"num_resident": 4, "tma": "off"}), layers(None), DRAFT_RUNNER)
-    assert "--speculative-moe-runner-backend auto has kernels" in of_draft
+    assert "--speculative-moe-runner-backend auto may load" in of_draft
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_doctor_doubts_a_runner_that_routes_most_models_in_its_kernel(fields, to
     cfg = SimpleNamespace(**{"device": "cuda", "moe_a2a_backend": "none", "moe_runner_backend": "flashinfer_trtllm"} | fields)
     said = built_runners.doubts(parse({"num_resident": 4}), cfg, "fp8")
     assert len(said) == told
-    assert not said or (f"the start ends because of {SELECTION} frequency; --moe-runner-backend triton or" in said[0])
-    assert "the start ends" not in "".join(built_runners.doubts(parse({"num_resident": 4, **FIRST_N}), cfg, "fp8"))
+    assert not said or (f"the launch fails because of {SELECTION} frequency; --moe-runner-backend triton or" in said[0])
+    assert "the launch fails" not in "".join(built_runners.doubts(parse({"num_resident": 4, **FIRST_N}), cfg, "fp8"))
 
 
 @pytest.mark.parametrize("blackwell", [True, False])

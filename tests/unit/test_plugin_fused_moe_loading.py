@@ -122,7 +122,7 @@ def test_weights_that_a_method_hides_end_the_launch_by_name():
 
     method.process_weights_after_loading = hide
     _, layer, _ = created(method)
-    with pytest.raises(FlagError, match=r"num-resident: .* of MoE layer 0 are missing .*; choose another --moe-runner-backend"):
+    with pytest.raises(FlagError, match=r"num-resident: .* of MoE layer 0 are missing .*; use another --moe-runner-backend"):
         method.process_weights_after_loading(layer)
 
 

@@ -180,7 +180,7 @@ def test_an_input_that_is_none_of_a_routers_is_told_of_once(
     for _ in range(3):
         assert list(lookahead.guesses(0, hidden, 3)) == []
     (record,) = caplog.records
-    assert "MoE layer 0: no guesses" in record.getMessage()
+    assert "no guesses for MoE layer 0" in record.getMessage()
 
 
 def test_a_router_of_another_shape_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +189,7 @@ def test_a_router_of_another_shape_is_told_of_once(caplog: pytest.LogCaptureFixt
     for _ in range(3):
         assert list(lookahead.guesses(0, HIDDEN, 3)) == []
     (record,) = caplog.records
-    assert f"MoE layer 1: no guesses: its router's weight is [{E + 4}, {WIDTH}]" in record.getMessage()
+    assert f"no guesses for MoE layer 1: its router's weight has shape [{E + 4}, {WIDTH}]" in record.getMessage()
     assert list(Model(Decoder(Block()), Decoder(Block())).lookahead().guesses(0, HIDDEN[:, :4], 3)) == []
 
 
@@ -240,5 +240,5 @@ def test_slots_guess_nothing_from_what_the_router_does_not_take(hidden: torch.Te
 def test_slots_say_which_routers_were_not_found(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(Decoder(Block()), Decoder(Block(gate=Asking(WIDTH, E))))
     ahead = next_experts(model, LayerShard(3, E), LayerShard(4, E))
-    assert "--expert-offload-prefetch: slots do not look ahead for MoE layers [4]" in caplog.text
+    assert "--expert-offload-prefetch: no lookahead for MoE layers [4]" in caplog.text
     assert ahead(1, HIDDEN) is None

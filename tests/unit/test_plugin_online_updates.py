@@ -71,7 +71,7 @@ def test_another_checkpoint_ends_saving_with_what_was_counted_before_it(caplog):
     server.update("disk", model_path="/models/b")
     assert server.events == ["saved", "updated", "chosen anew"]
     assert server.savers == []
-    assert "stops saving the profile, which is of the checkpoint before the weights of /models/b" in caplog.text
+    assert "no longer saving the profile, which belongs to the checkpoint before /models/b" in caplog.text
 
 
 @pytest.mark.parametrize("source", [target.rpartition("_")[2] for target in UPDATES])

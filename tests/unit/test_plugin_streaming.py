@@ -174,7 +174,7 @@ def test_as_many_buffers_of_the_largest_layer_are_made_as_were_decided(count):
 @pytest.mark.parametrize(("count", "flags", "told"), [(0, {}, 1), (0, {"stream_tokens": "inf"}, 0), (1, {}, 0)])
 def test_a_launch_that_has_no_room_for_buffers_is_told_that_long_prompts_are_slow(caplog, count, flags, told):
     assert (made(count=count, **flags) is None) == (count == 0)
-    assert caplog.text.count("no room for a stream buffer next to the KV cache: long prompts") == told
+    assert caplog.text.count("no VRAM for a stream buffer next to the KV cache: long prompts") == told
 
 
 def test_no_buffer_is_made_where_nothing_can_stream():

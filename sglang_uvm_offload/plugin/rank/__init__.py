@@ -1,1 +1,1 @@
-"""Hooks in a scheduler process that offloads: loading, each step, routing, streaming and updates of the weights."""
+"""Hooks in an offloading scheduler process: loading, forward steps, routing, streaming and weight updates."""

@@ -1,4 +1,4 @@
-"""What a rank's device decides: CUDA unified memory, or its emulation on a CPU, and all that works with it."""
+"""A rank's device backend: CUDA unified memory or its emulation on a CPU, and the components built on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THREAD = "expert offload"
 
 
 class Emulated:
-    """On a CPU."""
+    """The backend of a CPU."""
 
     on_cuda = False
 
@@ -40,7 +40,7 @@ class Emulated:
     def slots(
         self, counters: RoutingCounters, ahead: bool, layers: Sequence[SlotLayer | None], slots: Sequence[int]
     ) -> ExpertSlots:
-        """``slots``: how many each pool of the layers has. ``ahead``: whether to look ahead."""
+        """``slots`` is the number of slots of each pool. ``ahead`` enables lookahead."""
         assert isinstance(counters, CpuRoutingCounters)
         return CpuSlots(counters, layers, slots, ahead=ahead)
 
@@ -49,19 +49,19 @@ class Emulated:
         return CpuStaging(memory, nbytes, count)
 
     def reclaim(self, memory: Memory, nbytes: int) -> None:
-        """Make VRAM that demoted experts have left show as free."""
+        """Make ``nbytes`` of VRAM that demoted experts left count as free."""
 
     def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer | None:
-        """None: nothing crosses a link. Raises ``RuntimeError``."""
+        """None on a CPU, where nothing crosses a link. Raises ``RuntimeError``."""
         return None
 
     def executor(self) -> Executor:
-        """A thread for work alongside the steps, which runs by now: a process may be allowed no other one once it serves."""
+        """A thread for work alongside the steps. It is already started, because a serving process may be denied new threads."""
         return _begun(ThreadPoolExecutor(1, _THREAD))
 
 
 class Cuda(Emulated):
-    """On a GPU. Each method imports what it needs: a CPU server needs no CUDA."""
+    """The backend of a GPU. Methods import lazily, so that a CPU server needs no CUDA."""
 
     on_cuda = True
 
@@ -99,8 +99,8 @@ class Cuda(Emulated):
         return CudaStaging(self._gpu, nbytes, count)
 
     def reclaim(self, memory: Memory, nbytes: int) -> None:
-        """The driver keeps it, as taken, until a plain allocation finds nothing else (``uvm_pmm_gpu.c``, unused root chunks are
-        evicted first): make one of all that is free and ``nbytes`` more, and free it."""
+        """The driver keeps such VRAM until a plain allocation needs it (``uvm_pmm_gpu.c`` evicts unused root chunks first). So
+        allocate all free VRAM plus ``nbytes`` once, and free it."""
         torch.cuda.empty_cache()
         wanted = memory.info().device_free + nbytes - DRIVER_BYTES
         if wanted <= 0:
@@ -108,7 +108,7 @@ class Cuda(Emulated):
         try:
             torch.empty(wanted, dtype=torch.uint8, device=f"cuda:{self._gpu}")
         except torch.OutOfMemoryError:
-            logger.info("Expert offload: the driver keeps VRAM that demoted experts have left; the KV cache is smaller for it")
+            logger.info("Expert offload: the driver still holds VRAM of demoted experts; the KV cache will be smaller")
         torch.cuda.empty_cache()
 
     def link_timer(self, offloaded: Sequence[Offloaded]) -> LinkTimer:
@@ -117,7 +117,8 @@ class Cuda(Emulated):
         return CudaLinkTimer(self._gpu, offloaded)
 
     def executor(self) -> Executor:
-        """As above, on this rank's GPU. A new thread starts on GPU 0, where its first call would take VRAM for a context."""
+        """A started thread on this rank's GPU. By default a new thread uses GPU 0, where its first call would create a context
+        and take VRAM."""
 
         def begin() -> None:
             from sglang_uvm_offload.cuda.device import relax_capture
@@ -134,5 +135,5 @@ def _begun(thread: ThreadPoolExecutor) -> ThreadPoolExecutor:
 
 
 def backend_of(config: Settings, gpu: int) -> Emulated:
-    """``gpu``: that of this process."""
+    """The backend of ``config``. ``gpu`` is the GPU of this process."""
     return Cuda(gpu) if config.backend == "uvm" else Emulated()

@@ -1,4 +1,4 @@
-"""Creates a rank's stream buffers and slots, once its experts are loaded and before SGLang sizes the KV cache."""
+"""Creates a rank's stream buffers and slots, after its experts are loaded and before SGLang sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def make_streamer(
         return None
     if not count:
         logger.warning(
-            "Expert offload: no room for a stream buffer next to the KV cache: long prompts read offloaded experts in place, "
-            "once for each block of rows, and are slow. Keep fewer experts resident to make room; %s sets the size.",
+            "Expert offload: no VRAM for a stream buffer next to the KV cache: long prompts will be slow, because they read "
+            "offloaded experts in place once per block of rows. Keep fewer experts resident to make room; %s sets the size.",
             flag_name("stream_buffer_gb"),
         )
         return None
@@ -54,7 +54,7 @@ def make_streamer(
         staging = backend.staging(memory, nbytes, count)
     except torch.OutOfMemoryError as full:
         flag = flag_name("stream_buffer_gb")
-        raise FlagError([f"{flag}: {count} buffers of {size(nbytes)} could not be allocated: {full}"]) from full
+        raise FlagError([f"{flag}: cannot allocate {count} buffers of {size(nbytes)}: {full}"]) from full
     return Streamer(layers, staging, slots, config.stream_tokens, on_copy)
 
 
@@ -67,8 +67,8 @@ def stream_status(streamer: Streamer | None) -> StreamStatus | None:
 def make_slots(
     model: ModelExperts, backend: Emulated, guess: Callable[[int, torch.Tensor], Guess | None] | None
 ) -> ModelSlots | None:
-    """The slots, or None if no layer has any. Call this after the counters are created, and slots are placed. ``guess``: as
-    ``ModelSlots`` takes it."""
+    """The slots, or None if no layer has any. Call this after the counters are created and the slots are placed. ``guess`` is
+    passed to ``ModelSlots``."""
     counters = model.counters
     if counters is None or not any(layer.num_slots or layer.pool or layer.without_pool for layer in model.layers):
         return None
@@ -77,7 +77,7 @@ def make_slots(
     for reason in sorted({reason for reason in slots.reasons if reason not in (None, NOT_ASKED)}):
         ids = [layer.layer_id for layer, why in zip(model.layers, slots.reasons, strict=True) if why == reason]
         logger.warning(
-            "Expert offload: %d of %d MoE layers (the first is %d) have no slots: %s",
+            "Expert offload: %d of %d MoE layers (first: %d) have no slots: %s",
             len(ids),
             len(model.layers),
             ids[0],

@@ -1,7 +1,7 @@
-"""What the MoE runners of a built model cannot do though a flag asks for it: show routing, compute from slots, do without TMA.
+"""Checks that a built model's MoE runners support what the flags need: expert ids to count, slots, or no TMA loads.
 
-SGLang chooses the runner of each layer while it builds the model, and binds the layer's router to it
-(``TopK.bind_runner_backend``). The launcher knows only ``--moe-runner-backend``, which some layers do not follow.
+SGLang picks each layer's runner while it builds the model and binds the layer's router to it (``TopK.bind_runner_backend``).
+The launcher only knows ``--moe-runner-backend``, which some layers do not follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DRAFT_RUNNER = "--speculative-moe-runner-backend"
 
 IN_KERNEL = {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4"}
-"""Runners that route inside their kernel, from the router's logits, where it supports a model's routing."""
+"""Runners whose kernel computes the routing from the router's logits, if it supports the model's routing."""
 
 COUNTED_RUNNERS = {
     "mxfp8": "flashinfer_trtllm_routed or deep_gemm",
@@ -37,56 +37,56 @@ COUNTED_RUNNERS = {
     "compressed-tensors": "triton",
     "mxfp4": "triton_kernel or marlin",
 }
-"""For each quantisation, the runners that SGLang accepts and whose routing is counted."""
+"""For each quantisation, the runners that SGLang accepts and whose routing can be counted."""
 ELSE_COUNTED = "triton or flashinfer_trtllm_routed"
 
 
 def problems(config: RequestedConfig, module: torch.nn.Module, layers: Sequence[Any], quantization: str | None) -> list[str]:
-    """``module``: the target, with its ``FusedMoE`` ``layers`` on this rank's GPU."""
+    """Why the target ``module`` cannot be served. ``layers`` are its ``FusedMoE`` layers on this rank's GPU."""
     return [*_routing(config, module, layers, quantization), *_slots(config, layers), *tma_problems(config, layers, RUNNER)]
 
 
 def counting_flags(config: Settings) -> dict[str, str]:
-    """The flags of ``config`` that need counted routing, each with the alternative without it."""
+    """The flags in ``config`` that need counted routing, each with what to use instead."""
     selection, adapt = flag_name("resident_selection"), flag_name("adapt")
     needs = {}
     if config.resident_selection == "frequency":
         needs[f"{selection} frequency"] = f"{selection} first_n or manual"
     if config.prefetch != "none":
-        needs[f"{flag_name('prefetch')} {config.prefetch}"] = "leave it out"
+        needs[f"{flag_name('prefetch')} {config.prefetch}"] = "remove it"
     elif config.adapt == "continuous":
         needs[f"{adapt} continuous"] = f"{adapt} off or warmup"
     if config.save_profile is not None:
-        needs[f"{config.saving_flag} {str(config.save_profile)!r}"] = "leave it out"
+        needs[f"{config.saving_flag} {str(config.save_profile)!r}"] = "remove it"
     return needs
 
 
 def doubts(config: Settings, cfg: Any, quantization: str | None) -> list[str]:
-    """What may come of SGLang's resolved arguments ``cfg`` once the model is built."""
+    """Warnings, from SGLang's resolved arguments ``cfg``, of what may only show once the model is built."""
     chosen = chooses_runners_by_layer(cfg, quantization) and get_platform().is_blackwell
     runner = "flashinfer_trtllm" if chosen else cfg.moe_runner_backend
     if cfg.device != "cuda" or cfg.moe_a2a_backend != "none" or runner not in IN_KERNEL:
         return []
     ends = ", ".join(_needing_ids(config))
-    then = f", and the start ends because of {ends}" if ends else ""
-    counts = f"{_counted(quantization)} counts"
-    return [f"{RUNNER} {runner} routes most models in its kernel: then no hit rate is measured{then}; {counts}"]
+    then = f", and the launch fails because of {ends}" if ends else ""
+    counts = f"{_counted(quantization)} can be counted"
+    return [f"{RUNNER} {runner} routes most models in its kernel, which leaves no hit rate{then}; {counts}"]
 
 
 def _routing(config: Settings, module: torch.nn.Module, layers: Sequence[Any], quantization: str | None) -> Iterator[str]:
     exchange = get_moe_a2a_backend()
-    if not exchange.is_none():  # of tokens, by the ids of their experts
+    if not exchange.is_none():  # tokens are dispatched by expert ids, so the ids are visible
         if any(getattr(layer, "use_w4afp8", False) for layer in layers):  # in ``DeepEPMoE``, which calls no ``apply``
-            reason = f"--moe-a2a-backend {exchange.value} computes W4AFP8 experts with its own kernels, which are not counted"
+            reason = f"--moe-a2a-backend {exchange.value} computes W4AFP8 experts in its own kernels, which cannot be counted"
             yield from _refused(counting_flags(config), reason, "--moe-a2a-backend none")
         return
     for shown, runner in sorted({routing_shown(router) for router in module.modules() if isinstance(router, TopK)}):
         if shown == "TRITON_KERNEL":
-            reason = f"{RUNNER} {runner} shows the tokens of each expert, not the experts of each token"
+            reason = f"{RUNNER} {runner} exposes the tokens of each expert, not the experts of each token"
             yield from _refused(_traces(config), reason, f"{RUNNER} triton")
         elif shown == "BYPASSED":
             choice = "" if runner == get_server_args().moe_runner_backend else " (SGLang's choice for this model and GPU)"
-            reason = f"{RUNNER} {runner}{choice} routes in its kernel and shows no expert ids"
+            reason = f"{RUNNER} {runner}{choice} routes in its kernel and exposes no expert ids"
             yield from _refused(_needing_ids(config), reason, _counted(quantization))
 
 
@@ -95,7 +95,7 @@ def _counted(quantization: str | None) -> str:
 
 
 def _traces(config: Settings) -> dict[str, str]:
-    return {} if config.trace is None else {f"{flag_name('trace')} {str(config.trace)!r}": "leave it out"}
+    return {} if config.trace is None else {f"{flag_name('trace')} {str(config.trace)!r}": "remove it"}
 
 
 def _needing_ids(config: Settings) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _needing_ids(config: Settings) -> dict[str, str]:
 
 
 def _refused(flags: Mapping[str, str], reason: str, remedy: str) -> Iterator[str]:
-    return (f"{flag}: {reason}; choose {remedy}, or {instead}" for flag, instead in flags.items())
+    return (f"{flag}: {reason}; use {remedy}, or {instead}" for flag, instead in flags.items())
 
 
 def _slots(config: RequestedConfig, layers: Sequence[Any]) -> Iterator[str]:
@@ -112,17 +112,17 @@ def _slots(config: RequestedConfig, layers: Sequence[Any]) -> Iterator[str]:
         return
     for reason in sorted(filter(None, reasons)):
         if config.slots is not None:
-            yield f"{flag_name('slots')} {config.slots}: {reason}; leave it out"
+            yield f"{flag_name('slots')} {config.slots}: {reason}; remove it"
         elif get_parallel().tp_rank == 0:
             logger.info("%s %s: no slots: %s", flag_name("slots"), AUTO, reason)
 
 
 def tma_problems(config: Settings, layers: Sequence[Any], runner_flag: str) -> list[str]:
-    """Why ``layers`` cannot do without TMA, if ``config`` asks for that."""
+    """Why ``layers`` may use TMA although ``config`` turns it off."""
     backends = [] if config.tma else list(map(moe_runner_backend, layers))
     others = {each.value if each else "auto" for each in backends if not (each and (each.is_triton() or each.is_marlin()))}
-    kernels = "has kernels that may load experts by TMA, and only SGLang's Triton and Marlin ones are known to do without"
+    kernels = "may load experts with TMA; only SGLang's Triton and Marlin kernels can do without"
     return [
-        f"{flag_name('tma')} off: {runner_flag} {other} {kernels}; choose {runner_flag} triton, or leave {flag_name('tma')} out"
+        f"{flag_name('tma')} off: {runner_flag} {other} {kernels}; use {runner_flag} triton, or remove {flag_name('tma')}"
         for other in sorted(others)
     ]

@@ -1,4 +1,4 @@
-"""Asks SGLang's own configurators how much VRAM the KV cache and the states of a built model take."""
+"""Computes the VRAM of a built model's KV cache and states, with SGLang's own configurators."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _GIB = 1 << 30
 
 
 class CacheNeed:
-    """Of the model of one rank."""
+    """The cache of one rank's model."""
 
     def __init__(self, runner: Any, model: torch.nn.Module):
-        """``runner``: SGLang's, whose ``model`` is built."""
+        """``runner`` is SGLang's model runner and ``model`` its built module."""
         seen = copy.copy(runner)  # SGLang sets these once it has the weights
         seen.model, seen.dtype = model, runner.model_config.dtype
         seen.layer_info = resolve_layer_indices(
@@ -39,8 +39,8 @@ class CacheNeed:
         self._configurator = seen.kv_cache_configurator
 
     def nbytes(self, tokens: int, requests: int) -> int:
-        """The smallest sufficient budget for a cache of ``tokens`` and the states of ``requests``, to within a millionth. A
-        larger budget never gives smaller pools. Raises ``ValueError`` if no GPU is large enough."""
+        """The smallest budget in bytes for a cache of ``tokens`` and the states of ``requests``, to within a millionth. Relies
+        on pools that grow with the budget. Raises ``ValueError`` if no GPU is large enough."""
 
         def enough(budget: int) -> bool:
             return self._serves(budget, tokens, requests)
@@ -52,25 +52,25 @@ class CacheNeed:
             while not enough(high):
                 low, high = high, high * 2
                 if high > _MOST_BYTES:
-                    raise ValueError(f"SGLang cannot make a KV cache of {tokens} tokens on any GPU")
+                    raise ValueError(f"SGLang cannot fit a KV cache of {tokens} tokens on any GPU")
             while high - low > 1 + (high >> 20):
                 middle = (low + high) // 2
                 low, high = (low, middle) if enough(middle) else (middle, high)
             return high
 
     def _serves(self, budget: int, tokens: int, requests: int) -> bool:
-        """Whether ``budget`` bytes after the weights are enough."""
+        """Whether ``budget`` bytes beyond the weights are enough."""
         schedule = get_schedule()
-        with schedule.override(max_mamba_cache_size=schedule.max_mamba_cache_size):  # SGLang stores its number of states there
+        with schedule.override(max_mamba_cache_size=schedule.max_mamba_cache_size):  # SGLang writes its number of states there
             try:
                 made, each = self._tokens(budget)
-                # If tokens take no memory, as without attention, SGLang makes room for one context.
+                # If tokens take no memory (no attention), SGLang makes room for one context.
                 return (made >= tokens or not each) and self._configurator.resolve_max_num_reqs(made) >= requests
-            except (RuntimeError, ValueError):  # from SGLang, for a cache or states too small for one request
+            except (RuntimeError, ValueError):  # SGLang raises these if the cache or states are too small for one request
                 return False
 
     def _tokens(self, budget: int) -> tuple[int, int]:
-        """The tokens of the cache, and the bytes of each if the configurator has that number (else 1)."""
+        """The tokens of the cache, and the bytes per token if the configurator has that number (else 1)."""
         if self._configurator.mambaish_config is not None:
             budget = int(self._configurator._handle_max_mamba_cache(budget / _GIB) * _GIB)
         pools = create_memory_pool_configurator(self._configurator)
@@ -80,7 +80,7 @@ class CacheNeed:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Silence SGLang's log, which would report a cache for each budget tried."""
+    """Silence SGLang's log, which would report a cache for each budget that is tried."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,10 +1,10 @@
 """Reads a checkpoint ahead of the loader that copies from it.
 
-SGLang maps the files, and by default eight threads of each rank touch the pages of eight files at a time: a rank reads small
-pieces of many places. Here the kernel is asked for what comes next in large pieces, which the ranks of a machine share, and one
-thread touches pages in the order in which the loader takes them. No more than a window is read early, other than with
-``--weight-loader-prefetch-checkpoints``: meanwhile experts take the memory that the file cache has. Files that are cached have
-nothing to wait for, and are left to SGLang's threads.
+SGLang maps the files, and by default eight threads per rank touch the pages of eight files at once, so a rank reads small
+pieces from many places. Here, the ranks of a machine share large read-ahead requests to the kernel, and one thread touches
+pages in the order in which the loader takes them. Unlike ``--weight-loader-prefetch-checkpoints``, this reads only a window
+ahead, because the experts being loaded compete with the page cache for memory. Cached files need no read-ahead; SGLang's
+threads read them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sglang_uvm_offload.files.read_ahead import Part, ReadAhead, Share
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError, read_header
 
 TOUCHED = 32
-"""Tensors whose pages are mapped before the loader takes them, at most."""
+"""The most tensors whose pages are mapped before the loader takes them."""
 CHOICES = ("disable_mmap", "prefetch", "drop_cache_after_load")
 EXTRA_CHOICES = ("enable_multithread_load", "num_threads")
-"""Arguments of SGLang's iterator and of ``--model-loader-extra-config`` by which a launch says how to read."""
+"""Arguments of SGLang's iterator, and keys of ``--model-loader-extra-config``, with which a launch chooses how to read."""
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 
 def around_threads(original: Callable[..., Weights], files: Sequence[str], *args: Any, **kwargs: Any) -> Weights:
-    """The names and tensors of ``original``, which would start the threads. It does so where the launch says how to read, and
-    where the files are cached."""
+    """The names and tensors of ``original``, SGLang's threaded iterator. It is used only if the launch chooses how to read, or
+    the files are cached."""
     extra = get_server_args().model_loader_extra_config or ""
     chosen = any(map(kwargs.get, CHOICES)) or any(name in extra for name in EXTRA_CHOICES)
     if chosen or is_cached(files):
@@ -47,7 +47,7 @@ def around_threads(original: Callable[..., Weights], files: Sequence[str], *args
 
 
 def touched(weights: Weights) -> Weights:
-    """``weights``, taken by a thread of their own: it waits for the disk and maps pages while the loader copies."""
+    """``weights``, advanced on a thread that waits for the disk and maps pages while the loader copies."""
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as thread:
         taken = deque(thread.submit(next, weights, None) for _ in range(TOUCHED))
         while (weight := taken.popleft().result()) is not None:
@@ -56,7 +56,7 @@ def touched(weights: Weights) -> Weights:
 
 
 def asked_for(files: Sequence[str]) -> Weights:
-    """The weights of all files. The kernel is asked for what comes after each."""
+    """The weights of all files, with kernel read-ahead of the bytes that follow each."""
     world = get_world_group()
     ranks = max(1, world.world_size // get_server_args().nnodes)
     ahead = ReadAhead(parts(files), Share(world.rank_in_group % ranks, ranks))
@@ -70,8 +70,8 @@ def asked_for(files: Sequence[str]) -> Weights:
 
 
 def parts(files: Sequence[str]) -> Iterator[Part]:
-    """The bytes of all tensors, in the order in which ``safetensors`` lists them: by name, whatever their order in a file.
-    A file without a good header has none: whoever opens it says so."""
+    """The bytes of all tensors in the order in which ``safetensors`` iterates: by name, regardless of their order in the file.
+    A file with a bad header yields nothing; whoever opens it reports the error."""
     for path in files:
         with contextlib.suppress(CheckpointError, OSError):
             tensors = read_header(Path(path))

@@ -1,4 +1,4 @@
-"""Work between a scheduler's steps that serving does not depend on."""
+"""Optional work between a scheduler's steps."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 10.0
-"""How long a chore that failed is left alone."""
+"""How long to wait before retrying a failed chore."""
 
 
 class Chores:
-    """Runs them on the thread that launches steps, where an error would end the server: what memory, disk or processes run out
-    for is logged once for each chore, and tried again later. An exit of the process passes."""
+    """Runs chores on the thread that launches steps, where an exception would end the server. A failure (out of memory, disk or
+    processes) is logged once per chore and retried later. ``SystemExit`` propagates."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._again_at: dict[str, float] = {}
-        """When the chores that have failed may be tried again."""
+        """When each failed chore may be retried."""
 
     def run(self, what: str, chore: Callable[[], object]) -> None:
-        """``what``, as in "publishing metrics", tells the chore from others."""
+        """Run ``chore``. ``what`` identifies it, for example "publishing metrics"."""
         if self._clock() < self._again_at.get(what, 0.0):
             return
         try:
@@ -30,7 +30,7 @@ class Chores:
         except Exception as error:
             if what not in self._again_at:
                 logger.exception(
-                    "Expert offload: %s failed: %s: %s. Serving goes on; it is tried again, and not logged again.",
+                    "Expert offload: %s failed: %s: %s. Serving continues; later failures are retried without a log line.",
                     what,
                     type(error).__name__,
                     error,

@@ -1,5 +1,5 @@
-"""LoRA adapters of routed experts. SGLang wraps such a layer and computes it without its quantisation method's ``apply``, where
-routing is counted and streaming begins. Adapters of other modules do not change MoE layers."""
+"""LoRA adapters of routed experts. SGLang wraps such a layer and bypasses its quantisation method's ``apply``, the hook that
+counts routing and starts streaming. Adapters of other modules do not affect MoE layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 _WRAPPER = "sglang.srt.lora.layers.FusedMoEWithLoRA"
 _RUNNERS = ("_lora_runner", "_moe_lora_runner")
-"""Attributes of the wrapper, which has one of them: the runner that computes the layer from the dispatched tokens."""
+"""The wrapper's attribute (one of these) that holds the runner, which computes the layer from the dispatched tokens."""
 
 
 class ExpertAdapters:
-    """Counts the routing of layers with adapters. Such layers always read their experts in place: SGLang records the addresses
-    of their tensors once, and its functions for them do not support slots."""
+    """Counts the routing of layers with adapters. Such layers always read their experts in place: SGLang records their tensor
+    addresses once, and its LoRA kernels do not support slots."""
 
     def __init__(self, layers: LayerHooks):
         self._layers = layers
@@ -40,8 +40,7 @@ class ExpertAdapters:
     def _read_in_place(self) -> None:
         if self._layers.streamer is not None or self._layers.slots is not None:
             logger.warning(
-                "Expert offload: SGLang computes experts together with their LoRA adapters and reads them in place: no step "
-                "streams, and slots are not used"
+                "Expert offload: experts with LoRA adapters are read in place: steps do not stream, and slots are unused"
             )
         self._layers.streamer = self._layers.slots = None
 

@@ -1,4 +1,4 @@
-"""SGLang's map of physical to logical experts: read for the built layers, and followed when SGLang rearranges experts."""
+"""SGLang's physical-to-logical expert map: read for the built layers, and reread whenever SGLang rearranges experts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.residency.rearranging import Rearranging
 
 UPDATER = "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update"
-"""Copies rows of expert tensors within and between ranks, then updates the map."""
+"""SGLang's function that copies rows of expert tensors within and between ranks, then updates the map."""
 
 
 def shard_of(layer: Any) -> LayerShard:
-    """This rank's shard of a ``FusedMoE`` layer, and where its routed experts lie."""
+    """This rank's shard of a ``FusedMoE`` layer, including the location of its routed experts."""
     shard = LayerShard(
         layer.layer_id, layer.num_local_experts, layer.num_fused_shared_experts, layer.moe_ep_rank, layer.moe_ep_size
     )
@@ -31,17 +31,17 @@ def shard_of(layer: Any) -> LayerShard:
 
 
 def _experts_at(layer_id: int) -> np.ndarray:
-    """A copy, because SGLang updates its map in place. The map has a row for every decoder layer."""
+    """The layer's row of the map, which has one per decoder layer. A copy, because SGLang updates the map in place."""
     at: torch.Tensor = get_global_expert_location_metadata().physical_to_logical_map_cpu[layer_id]
     return at.numpy().astype(np.int64)
 
 
 def around_update(rearranging: Rearranging, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """SGLang rearranges experts, after a step of the target model and on all ranks at once."""
+    """Hook on SGLang's rearranging of experts, which runs after a step of the target on all ranks at once."""
     rearranging.begin()
     result = update(*args, **kwargs)
     if get_device().device == "cuda":
-        torch.cuda.current_stream().synchronize()  # SGLang's writes must end before experts move again
+        torch.cuda.current_stream().synchronize()  # SGLang's writes must finish before experts move again
     locations = [
         ExpertLocation(_experts_at(layer.layer_id), layer.location.places) for layer in rearranging.manager.target.layers
     ]

@@ -1,7 +1,7 @@
-"""Hooks on SGLang's ``FusedMoE``: the memory of its experts, and the routing that it computes with.
+"""Hooks on SGLang's ``FusedMoE``: they allocate its experts in managed memory and observe its routing.
 
 The layer's quantisation method stays the same object, because SGLang checks its class in many places. The hooks shadow three of
-its methods in the instance.
+its methods on the instance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EXPERTS = "_expert_offload_layer"
 _HOOKED = "_expert_offload_hooked"
 _BUILDING = "_expert_offload_building"
 _UNREAD = ("w13_blockscale_swizzled", "w2_blockscale_swizzled")
-"""NVFP4 scales in the order of FlashInfer's kernels. SGLang allocates them in every layer."""
+"""NVFP4 scales in FlashInfer's layout, which SGLang allocates in every layer."""
 _FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 
 
@@ -51,22 +51,22 @@ class LayerHooks:
         timing: Callable[[StartPhase], AbstractContextManager[None]] = lambda phase: nullcontext(),
     ):
         self.timing = timing
-        """Called around each phase of the start that passes here."""
+        """Called around each startup phase that runs in these hooks."""
         self.counting = counting
-        """The flags that need counted routing, each with what to choose without it."""
+        """The flags that need counted routing, each with what to use instead."""
         self.compiled = compiled
         """Whether ``torch.compile`` traces the model's decode steps."""
         self.recording = recording
         self.top_k = 0
-        """The most routed experts per token of a layer in the target model; 0 if its layers have no such attribute (OLMoE)."""
+        """The largest top-k of the target's layers, without shared experts; 0 if they have no such attribute (OLMoE)."""
         self._into: tuple[OffloadManager, ModelExperts] | None = None
         self._manager: OffloadManager | None = None
         self.streamer: Streamer | None = None
-        """The target model's streamer, once it is loaded; None if nothing streams."""
+        """The streamer of the loaded target; None if nothing streams."""
         self.slots: ModelSlots | None = None
-        """The target model's slots, once it is loaded; None if no layer has any."""
+        """The slots of the loaded target; None if no layer has any."""
         self.uncounted: set[str] = set()
-        """Routing formats without expert ids that were served but not counted."""
+        """Routing formats without expert ids, which were served but not counted."""
 
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         add(f"{_FUSED_MOE}.__init__", self._around_init, HookType.AROUND)
@@ -82,7 +82,7 @@ class LayerHooks:
 
     @contextmanager
     def leaving_alone(self) -> Iterator[None]:
-        """Ignore layers that are built in this block: they do not belong to the served model."""
+        """Ignore layers built in this block, which do not belong to the served model."""
         into, self._into = self._into, None
         try:
             yield
@@ -90,7 +90,7 @@ class LayerHooks:
             self._into = into
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """A model is being built, and something was written to the storage."""
+        """Something was written to ``storage``, perhaps while a model is being built."""
         if self._into is not None and storage.nbytes() >= PAGE_BYTES:
             for experts in self._into[1].layers:
                 experts.storage_written(storage)
@@ -134,7 +134,7 @@ class LayerHooks:
         def process_managed_weights(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             experts, model, _ = layer.__dict__[_EXPERTS]
             if self._manager is not None:
-                self._manager.wait_for_moves()  # a weight update may replace the tensors being moved
+                self._manager.wait_for_moves()  # a weight update may replace tensors that are being moved
             try:
                 with self.timing(StartPhase.CONVERT):
                     with AllocationMode(experts.num_experts, experts.allocate, experts.write):
@@ -143,12 +143,12 @@ class LayerHooks:
                         experts.join_pool(partial(model.pool_for, experts))
                     experts.sync_tensors(layer, method)
             except (ExpertsLost, ManagedMemoryError) as fault:
-                if model.counters is not None:  # it is loaded
-                    # In a weight update, SGLang would catch the error, load again, and serve whatever weights result.
+                if model.counters is not None:  # already loaded, so this is a weight update
+                    # SGLang would catch the error, load again, and serve whatever weights result.
                     enforce.end(f"sglang-uvm-offload: a weight update failed: {fault}")
                 if isinstance(fault, ManagedMemoryError):
                     raise
-                raise FlagError([f"{flag_name('num_resident')}: {fault}; choose another --moe-runner-backend"]) from fault
+                raise FlagError([f"{flag_name('num_resident')}: {fault}; use another --moe-runner-backend"]) from fault
             return result
 
         def apply_and_observe(layer: torch.nn.Module, dispatch_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +167,8 @@ class LayerHooks:
                 self.streamer.leave(reading, failed)
 
         if self.compiled:
-            # The traced code around the layer calls this untraced, and the layer keeps its own kernel at any batch size: at
-            # batch 1, SGLang would have PyTorch gather the experts of each token into a copy.
+            # Traced code calls this hook untraced, and the layer keeps its own kernel at every batch size: at batch 1, SGLang
+            # would let PyTorch gather the experts of each token into a copy.
             apply_and_observe = torch.compiler.disable(apply_and_observe)
             method.__dict__["enter_torch_compile"] = lambda num_tokens: None
         method.__dict__[_HOOKED] = True
@@ -187,7 +187,7 @@ class LayerHooks:
         return experts
 
     def _enter(self, layer: torch.nn.Module) -> Reading | str | None:
-        """As ``Streamer.enter``."""
+        """``Streamer.enter`` for a layer of the target; None for a draft's layers or without a streamer."""
         if self.streamer is None:
             return None
         _, model, index = layer.__dict__[_EXPERTS]
@@ -207,8 +207,8 @@ class LayerHooks:
             self.slots.end_layer(index)
 
     def observe(self, layer: Any, dispatch_output: Any, *, in_place: bool = True) -> LayerRouting | None:
-        """Count the routing of the layer's next computation, which reads its experts ``in_place`` or streams, and record it if
-        a trace is on. Returns the routing; None if nothing is counted."""
+        """Count the routing of the layer's next forward, which reads its experts ``in_place`` or streams them, and record it in
+        the trace if there is one. Returns the routing; None if nothing is counted."""
         experts, model, index = layer.__dict__[_EXPERTS]
         if model.counters is None:
             return None
@@ -221,12 +221,12 @@ class LayerHooks:
         return routing
 
     def _not_counted(self, form: str, draft: bool) -> None:
-        """Refuse what ``built_runners`` did not find in the built model. A draft model's experts are all resident, counted or
-        not."""
+        """Refuse uncountable routing that ``built_runners`` did not find in the built model. A draft model passes: all of its
+        experts are resident."""
         if self.counting and not draft:
             raise FlagError(
                 [
-                    f"{flag}: this MoE runner routes inside its kernel ({form}) and shows no expert ids to count; choose "
+                    f"{flag}: this MoE runner routes inside its kernel ({form}) and exposes no expert ids to count; use "
                     f"another --moe-runner-backend, or {instead}"
                     for flag, instead in self.counting.items()
                 ]
@@ -235,8 +235,8 @@ class LayerHooks:
 
 
 def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> LayerRouting:
-    """The routing in a dispatcher's output. A dispatcher with a top-k output passes tokens on as the router saw them. One
-    without (DeepEP) has exchanged them; in its low-latency form, the ids are still those that this rank sent."""
+    """The routing in a dispatcher's output. A dispatcher with a top-k output keeps tokens as the router saw them. One without
+    (DeepEP) has exchanged them; in low-latency mode, the ids are still those that this rank sent."""
     shown = getattr(dispatch_output, "topk_output", None) or dispatch_output
     ids, id_format = getattr(shown, "topk_ids", None), IdFormat.PLAIN
     if ids is None:
@@ -245,15 +245,15 @@ def _routing_of(layer: Any, dispatch_output: Any, experts: ExpertLayer) -> Layer
     if received is None and (ragged := getattr(shown, "a_ragged_metadata", None)) is not None:
         received = ragged.slice_sizes
     own_numbering = getattr(layer.dispatcher, "skip_local_expert_mapping", False)
-    # Others exchange tokens through buffers of their own, which the next layer's overwrite.
+    # Other dispatchers reuse their buffers; the next layer overwrites the ids.
     lasting = isinstance(layer.dispatcher, StandardDispatcher)
     first = experts.first_expert if own_numbering else 0
     return LayerRouting(type(shown).__name__, ids, id_format, first, received, lasting)
 
 
 def _free_unread(layer: Any) -> bool:
-    """Free these tensors of a layer that Marlin computes: one byte per 16 4-bit weights, never written. Returns whether there
-    were any."""
+    """Free ``_UNREAD`` in a layer that Marlin computes: one byte per 16 4-bit weights, never written. Returns whether any
+    existed."""
     names = [name for name in _UNREAD if getattr(layer, name, None) is not None]
     backend = moe_runner_backend(layer) if names else None
     if backend is None or not backend.is_marlin():

@@ -1,4 +1,4 @@
-"""Host RAM that holds a launch's offloaded experts, but not as well as it could: warnings, and pages that are given back."""
+"""Warns about host RAM that serves offloaded experts badly, and drops page cache that is in their way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_host_ram(ranks: Sequence[RankBudget], division: Division) -> None:
-    """``ranks``: those of this machine."""
+    """Log warnings about host RAM for ``ranks``, the ranks of this machine."""
     by_gpu = Counter[int]()
     for rank in ranks:
         by_gpu[rank.gpu] += rank.experts.offloaded[division.num_resident]
@@ -35,8 +35,8 @@ def _warn_of_sleep(ranks: Sequence[RankBudget], division: Division) -> None:
     need, available = HostNeed(every, sum(rank.host_cache for rank in ranks)), min(rank.host for rank in ranks)
     if need.total > available:
         logger.warning(
-            "Expert offload: --enable-memory-saver: release_memory_occupation can never free the VRAM of experts: host RAM "
-            "must hold all of them meanwhile, %s, and has %s left after %s; they stay in VRAM, unless you add host RAM",
+            "Expert offload: --enable-memory-saver: release_memory_occupation will not free the VRAM of experts: host RAM "
+            "would have to hold all of them (%s) but has %s left after %s; add host RAM to free it",
             size(need.experts),
             size(max(0, available - need.total + need.experts)),
             need.beside_experts() or "nothing else",
@@ -44,10 +44,10 @@ def _warn_of_sleep(ranks: Sequence[RankBudget], division: Division) -> None:
 
 
 def make_room(resident_bytes: int, models: Sequence[Path]) -> None:
-    """Give back the checkpoint's file cache where moves will want the memory in large pages: an expert that is demoted takes
-    new ones, and the driver does not wait for the kernel to free them (``memory/host_pages``). Call it when all ranks have
-    loaded. ``resident_bytes``: what all ranks of this machine may demote. Does nothing where so much is free in blocks: the
-    next start then finds the checkpoint in memory."""
+    """Drop the checkpoint from the page cache if demotions need its memory as large pages: a demoted expert takes new host
+    pages, and the driver does not wait for the kernel to reclaim them (``memory/host_pages``). Call this once all ranks have
+    loaded. ``resident_bytes`` is what all ranks of this machine may demote. If that much is free in 2 MiB blocks, the
+    checkpoint stays cached for the next start."""
     free = free_in_blocks()
     if free is None or free >= resident_bytes:
         return
@@ -55,7 +55,7 @@ def make_room(resident_bytes: int, models: Sequence[Path]) -> None:
     after = free_in_blocks()
     if read and after is not None:
         logger.info(
-            "Expert offload: the file cache of the checkpoint (%s) was given back, for experts that move: %s of host RAM is "
-            "free in stretches of 2 MiB, %s before",
+            "Expert offload: dropped the checkpoint from the page cache (%s) to make room for demoted experts: %s of host RAM "
+            "is free in blocks of 2 MiB, up from %s",
             *map(size, (read, after, free)),
         )

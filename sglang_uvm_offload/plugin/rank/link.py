@@ -1,4 +1,4 @@
-"""Measures the link between this server's GPUs and host memory, when its experts are loaded and no step runs yet."""
+"""Measures the link between this server's GPUs and host memory, after loading and before the first step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from sglang_uvm_offload.plugin.rank.backend import Emulated
 logger = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Of a machine, the same in all of its containers."""
+"""Identifies a machine: all of its containers read the same id."""
 
 
 class _Measured(NamedTuple):
-    """By one rank. None: it has nothing to measure, or failed."""
+    """One rank's measurement. Rates are None if it has nothing offloaded, or failed."""
 
     host: str
     gpu: str
@@ -42,8 +42,8 @@ class _Measured(NamedTuple):
 
 
 def measure(backend: Emulated, gpu: int, layers: Sequence[ExpertLayer]) -> LinkStatus | None:
-    """The link as all ranks of this server on this machine measure it, None where no rank can. It is kept for later launches.
-    Every rank must call it at the same point, whatever it has loaded. ``gpu``: that of this process."""
+    """Measure the link with all ranks of this server on this machine, and save the result for later launches. Returns None if
+    no rank can measure. All ranks must call this at the same point. ``gpu`` is the GPU of this process."""
     if not backend.on_cuda:
         return None
     world = get_world_group()
@@ -79,13 +79,14 @@ def _timer(backend: Emulated, layers: Sequence[ExpertLayer]) -> LinkTimer | None
         return None
     try:
         return backend.link_timer(offloaded)
-    except RuntimeError as error:  # for want of VRAM
-        logger.warning("Expert offload: the link is not measured: %s", error)
+    except RuntimeError as error:  # out of VRAM
+        logger.warning("Expert offload: cannot measure the link: %s", error)
         return None
 
 
 def _rates(timer: LinkTimer | None, seconds: float, barrier: Callable[[], object]) -> LinkRates | None:
-    """Calls ``barrier`` as often on each rank, whatever fails: the others wait there."""
+    """The measured rates; None if nothing can be measured. Each rank calls ``barrier`` equally often even after a failure,
+    because the others wait there."""
     left = TIMED
 
     def wait() -> None:
@@ -95,8 +96,8 @@ def _rates(timer: LinkTimer | None, seconds: float, barrier: Callable[[], object
 
     try:
         return None if timer is None else timer.rates(seconds, wait)
-    except RuntimeError as error:  # of the driver: serving meets it too, if it matters there
-        logger.warning("Expert offload: the link is not measured: %s", error)
+    except RuntimeError as error:  # from the driver; if it matters, serving will fail on it too
+        logger.warning("Expert offload: cannot measure the link: %s", error)
         return None
     finally:
         while left:
@@ -113,12 +114,12 @@ def _host() -> str:
 def _id(gpu: int) -> str:
     try:
         return gpu_ids([gpu])[0]
-    except DriverError:  # peers wait for this rank
+    except DriverError:  # do not raise: peers wait for this rank
         return ""
 
 
 def _expected(gpu: int) -> float:
-    """Of the copy engine, 1e9 bytes a second; 0 if this GPU's is unknown."""
+    """The expected copy engine rate in 1e9 bytes/s; 0 if unknown for this GPU."""
     return dict(enumerate(expected_rates(visible_gpus()))).get(gpu, 0.0)
 
 
@@ -132,4 +133,4 @@ def _keep(gpus: Sequence[str], link: MeasuredLink) -> None:
     try:
         kept_links.keep(gpus, link)
     except OSError as error:
-        logger.warning("Expert offload: the measured link is not kept for later launches: %s", error)
+        logger.warning("Expert offload: cannot save the measured link for later launches: %s", error)

@@ -1,4 +1,4 @@
-"""Hooks on building and loading a model: its experts are placed, then streams, slots and recording begin."""
+"""Hooks on building and loading a model. They place its experts, then start slots, streaming and recording."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from sglang_uvm_offload.plugin.slots.runners import pads_with_first
 from sglang_uvm_offload.residency.model import ModelExperts
 
 _WRITTEN_BY_WEIGHT = ("auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "npcache", "mistral")
-"""The values of ``--load-format`` with which SGLang's loader writes a model weight by weight, as it reads."""
+"""The ``--load-format`` values whose loader writes weights one by one while it reads."""
 
 
 class LoadingHooks:
     def __init__(self, rank: RankState):
         self.rank = rank
         self._on_build: Callable[[torch.nn.Module], None] | None = None
-        """Called once, when the model that is loading is built, before its first weight is read."""
+        """Called once after the loading model is built and before its first weight is read."""
         self._residency: Residency | None = None
-        """Of the target, once it is built."""
+        """The residency of the built target."""
 
     def _place_target(self, runner: Any, model: ModelExperts, module: torch.nn.Module) -> None:
-        """The target is built: check the flags against it, agree with the other ranks on what is resident, and place it."""
+        """Check the flags against the built target, decide with the other ranks what is resident, and place it."""
         rank, model_config = self.rank, model_config_of(get_server_args())
         built, profile, problems = BuiltModel(model, self._top_k()), None, []
         try:
@@ -62,7 +62,7 @@ class LoadingHooks:
         rank.manager.place_model(model, self._residency.decide(profile, keeps_first))
 
     def _place_draft(self, model: ModelExperts, module: torch.nn.Module) -> None:
-        """The target gives way to what the draft model takes."""
+        """Place a built draft model, shrinking the target's residents to make room."""
         config = self.rank.config
         if self.rank.backend.on_cuda and config.draft_num_resident is not None:
             problems = built_runners.tma_problems(config, _layers(model), built_runners.DRAFT_RUNNER)
@@ -73,12 +73,12 @@ class LoadingHooks:
         self.rank.manager.place_model(model)
 
     def _top_k(self) -> int | None:
-        """Routed experts per token of the target model: from its layers, else from its config."""
+        """The target's top-k from its layers, else from its config."""
         return self.rank.layer_hooks.top_k or stated_top_k(model_config_of(get_server_args()).hf_text_config)
 
     def around_build(self, original: Callable[..., Any], model_config: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """SGLang builds the modules of a model and reads no weights. ``--load-format presharded`` first builds another one on
-        the meta device, only for the shapes of its tensors."""
+        """Hook on building a model's modules, before any weights are read. ``--load-format presharded`` first builds a
+        throwaway model on the meta device to get tensor shapes."""
         if torch.get_default_device().type == "meta":
             with self.rank.layer_hooks.leaving_alone():
                 return original(model_config, load_config, *args, **kwargs)
@@ -94,7 +94,7 @@ class LoadingHooks:
 
     @property
     def _may_join_pools(self) -> bool:
-        """Whether the experts of the model that is built may move where slots are: those of the target, which comes first."""
+        """Whether the model being built may move its experts into slot pools. Only the target does, which is built first."""
         return self.rank.config.slots != 0 and self._residency is None
 
     def _built(self, module: torch.nn.Module) -> None:
@@ -111,13 +111,13 @@ class LoadingHooks:
             place = self._place_draft if draft else functools.partial(self._place_target, runner)
             self._on_build = functools.partial(place, model)
             with (
-                self.rank.start.timing(StartPhase.PLACE),  # what is still to be populated once the weights are read
+                self.rank.start.timing(StartPhase.PLACE),  # pages still to be populated after the weights are read
                 manager.memory.loading(),
                 self.rank.start.timing(StartPhase.READ),
                 self.rank.layer_hooks.taking_over(manager, model),
             ):
                 result = original(runner, *args, **kwargs)
-                if self._on_build is not None:  # of a loader that builds and reads in one call
+                if self._on_build is not None:  # this loader builds and reads in one call
                     for layer in model.layers:
                         layer.mark_written()
                     self._built(runner.model)
@@ -134,20 +134,20 @@ class LoadingHooks:
         return result
 
     def before_weight(self, layer: Any, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """SGLang writes a weight of an expert into ``param``. The write would populate what is not populated yet: in pages as
-        large (``block_populate_pages_cpu`` in ``uvm_va_block.c`` of NVIDIA's open kernel modules, 580.95.05), but by one fault
-        after the other, and without a look at the host RAM that is left."""
+        """Wait until ``param`` is populated before SGLang writes an expert's weight into it. The write itself would populate
+        pages of the same size (``block_populate_pages_cpu`` in ``uvm_va_block.c`` of NVIDIA's open kernel modules, 580.95.05),
+        but one fault at a time and without checking the remaining host RAM."""
         self.rank.manager.memory.wait_until_populated(param.untyped_storage().data_ptr())
 
     def _loaded(self, model: ModelExperts, module: torch.nn.Module) -> None:
-        """What begins once a model has its weights."""
+        """Finish a model that has its weights, and start recording the target."""
         self.rank.manager.finish_model(model, may_be_empty=get_parallel().pp_size > 1)
         if self.rank.recording is not None and not model.draft:
             saver = self.rank.recording.begin(model, self._top_k(), module, _layers(model))
             self.rank.savers += [] if saver is None else [saver]
 
     def around_pools(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        """SGLang makes the KV cache of what is left of VRAM: now all weights are in it, of draft models too."""
+        """Hook on allocating the KV cache from the remaining VRAM. By now all weights are loaded, including draft models."""
         if not runner.is_draft_worker and self._residency is not None:
             try:
                 with self.rank.start.timing(StartPhase.PLACE):
@@ -161,10 +161,10 @@ class LoadingHooks:
             return original(runner, *args, **kwargs)
 
     def _begin_streams(self, runner: Any) -> None:
-        """Prefill graphs end at the number of tokens from which on steps stream."""
+        """Create the streamer, and capture prefill graphs only below the token count from which steps stream."""
         manager, layers = self.rank.manager, runner.__dict__[MODEL].layers
         shared = (manager.memory, layers, self.rank.slots, manager.ledger.add_streamed)
-        # A server that releases its weights then also releases the buffers, and gets them back at the same size.
+        # In this region, releasing the weights also releases the buffers, and resuming restores them at the same size.
         with runner.memory_saver_adapter.region(GPU_MEMORY_TYPE_WEIGHTS):
             streamer = make_streamer(manager.placement.config, self.rank.backend, *shared)
         self.rank.layer_hooks.streamer = streamer
@@ -181,5 +181,5 @@ class LoadingHooks:
 
 
 def _layers(model: ModelExperts) -> list[Any]:
-    """SGLang's layers of a built model."""
+    """The ``FusedMoE`` layers of a built model."""
     return [layer.holders[0] for layer in model.layers]

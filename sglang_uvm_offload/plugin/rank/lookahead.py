@@ -1,7 +1,7 @@
-"""What the routers of the next MoE layers would choose from this layer's input: for slots that look ahead, and for a trace.
+"""Guesses which experts the next MoE layers will pick by running their routers on this layer's input, for slots and traces.
 
-The input of a router is the residual stream, normalised, times the weight of the norm before it. Where both
-layers' norms are found, the input is scaled by the ratio of their weights, as if the later layer's norm had made it.
+A router's input is the normalised residual stream times the weight of the preceding norm. If both layers' norms are found, the
+input is scaled by the ratio of their weights, as if the later layer's norm had produced it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 DISTANCES = 2
 WIDER = 1.25
-"""Times as many guesses as a token has experts."""
+"""Guesses per token in a trace, as a multiple of top-k."""
 _FLAG = flag_name("trace")
 _ROUTERS = ("gate", "router")
 _NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -40,30 +40,31 @@ _SCORES = {
 
 @dataclass(frozen=True)
 class Router:
-    """Of one MoE layer."""
+    """The router of one MoE layer."""
 
     gate: Any
     topk: TopKConfig
     norm: RMSNorm | None
-    """The norm before it, if it is one whose weight scales its output."""
+    """The norm before the router, if its weight scales its output."""
 
     def takes(self, hidden: torch.Tensor, num_experts: int) -> bool:
-        """Whether it routes ``hidden[rows, width]`` to so many experts."""
+        """Whether the router maps ``hidden[rows, width]`` to ``num_experts`` experts."""
         return bool(self.gate.weight.shape == (num_experts, hidden.shape[1]))
 
 
 class NextExperts:
-    """Guesses of one model's slots, as ``streaming.model_slots.ModelSlots`` asks for them: as many of each token as it uses."""
+    """Guesses for the slots of one model (``streaming.model_slots.ModelSlots`` calls it): top-k experts per token."""
 
     def __init__(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module], experts: Sequence[ExpertLayer], top_k: int):
-        """``layers``: SGLang's MoE layers in ``module``, in the order of a step; ``experts``: theirs."""
+        """``layers`` are SGLang's MoE layers in ``module`` in forward order, and ``experts`` their experts."""
         self._experts, self._top_k = experts, top_k
         self._routers = find_routers(module, layers)
         self._ratios: dict[int, torch.Tensor] = {}
-        """Of the norms of layers and those before them: where graphs that captured a guess find them."""
+        """The ratio of each layer's norm weight to the previous layer's. Captured graphs read these tensors, so their addresses
+        must not change."""
         if unknown := [at.layer_id for at, router in zip(experts, self._routers, strict=True) if router is None]:
             flag = flag_name("prefetch")
-            logger.warning("%s: slots do not look ahead for MoE layers %s: their routers were not found", flag, unknown)
+            logger.warning("%s: no lookahead for MoE layers %s: their routers were not found", flag, unknown)
 
     def __call__(self, index: int, hidden: torch.Tensor) -> Guess | None:
         router, experts = self._routers[index], self._experts[index]
@@ -84,26 +85,26 @@ class NextExperts:
         if index not in self._ratios:
             self._ratios[index] = _ratio(norms)
         elif not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._ratios[index].copy_(_ratio(norms))  # an online update may have changed them
+            self._ratios[index].copy_(_ratio(norms))  # an online update may have changed the norms
         return (hidden * self._ratios[index]).to(hidden.dtype)
 
 
 class Lookahead:
-    """The guesses of one model's layers."""
+    """The guesses of one model's layers, for a trace."""
 
     def __init__(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module], num_experts: int, top_k: int):
-        """``layers``: SGLang's MoE layers in ``module``, in the order of a step, of up to ``num_experts`` experts each."""
+        """``layers`` are SGLang's MoE layers in ``module`` in forward order, with up to ``num_experts`` experts each."""
         self._num_experts = num_experts
         self._routers = find_routers(module, layers)
         self._most = min(math.ceil(WIDER * top_k), num_experts)
         self._unused: set[int] = set()
-        """Layers whose input or whose guess was of no use."""
+        """Layers that were warned about: their input or their router is unusable."""
         if unknown := [index for index, router in enumerate(self._routers) if router is None]:
             logger.warning("%s: no guesses for MoE layers %s: their routers were not found", _FLAG, unknown)
 
     @property
     def guessing(self) -> Guessing | None:
-        """None if there is nothing to guess."""
+        """What the guesses look like; None if there are none."""
         if not any(self._routers[1:]):
             return None
         distances = range(1, DISTANCES + 1)
@@ -116,19 +117,19 @@ class Lookahead:
         return range(len(self._routers))
 
     def guesses(self, layer: int, hidden: torch.Tensor | None, rows: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(layer, distance, experts ``[rows, guesses]``, likeliest first) of the layers after ``layer``, from its input
-        ``hidden[rows, width]``; nothing from an input that is none of a router's."""
+        """(layer, distance, experts ``[rows, guesses]``, likeliest first) for the layers after ``layer``, from its input
+        ``hidden[rows, width]``. Yields nothing if that is not a router's input."""
         if not rows:
             return
         if hidden is None or len(hidden) < rows or not _is_routed(hidden):
-            self._cannot(layer, "its input is not there as its router has it")
+            self._cannot(layer, "the input of its router is not available")
             return
         for there in self._layers[layer + 1 : layer + 1 + DISTANCES]:
             router = self._routers[there]
             if router is None:
                 continue
             if not router.takes(hidden, self._num_experts):
-                self._cannot(there, f"its router's weight is {list(router.gate.weight.shape)}")
+                self._cannot(there, f"its router's weight has shape {list(router.gate.weight.shape)}")
                 continue
             logits = _logits(router.gate, _scaled(hidden[:rows], norms_between(self._routers, layer, there)))
             yield there, there - layer, ranked(logits.float(), router.topk, self._most)
@@ -136,11 +137,12 @@ class Lookahead:
     def _cannot(self, layer: int, why: str) -> None:
         if layer not in self._unused:
             self._unused.add(layer)
-            logger.warning("%s: MoE layer %d: no guesses: %s", _FLAG, layer, why)
+            logger.warning("%s: no guesses for MoE layer %d: %s", _FLAG, layer, why)
 
 
 def find_routers(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[Router | None]:
-    """Of each of the MoE layers in ``module``: beside it, as most of SGLang's models have it; None where it is not."""
+    """The router of each MoE layer in ``module``, looked up beside the layer, where most SGLang models keep it; None if it is
+    not there."""
     found: dict[int, Router] = {}
     wanted = set(map(id, layers))
     for name, block in module.named_modules():
@@ -156,18 +158,18 @@ def _router_in(block: torch.nn.Module, decoder: torch.nn.Module) -> Router | Non
     if not _is_linear(gate) or not isinstance(config, TopKConfig) or config.scoring_func not in _SCORES:
         return None
     norms = {name for name, _ in decoder.named_children() if "norm" in name}
-    # Models with further norms may have another one before the router.
+    # Models with more norms may place another one before the router.
     norm: Any = decoder.post_attention_layernorm if norms == _NORMS else None
     return Router(gate, config, norm if type(norm) is RMSNorm and norm.has_weight else None)
 
 
 def _is_routed(hidden: torch.Tensor) -> bool:
-    """Whether it may be as a router has it: it may have been quantised since."""
+    """Whether ``hidden`` may be a router's input, not a quantised copy."""
     return hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _is_linear(gate: Any) -> bool:
-    """Whether it has one matrix, and needs nothing but the hidden states."""
+    """Whether the gate is a single matrix that takes only the hidden states."""
     if not isinstance(getattr(gate, "weight", None), torch.Tensor) or gate.weight.dim() != 2:
         return False
     others = list(inspect.signature(gate.forward).parameters.values())[1:]
@@ -175,7 +177,7 @@ def _is_linear(gate: Any) -> bool:
 
 
 def norms_between(routers: Sequence[Router | None], here: int, there: int) -> tuple[RMSNorm, RMSNorm] | None:
-    """Of both layers, if both are found."""
+    """The norms before both routers; None unless both are found."""
     mine, other = routers[here] if here >= 0 else None, routers[there]
     if mine is None or other is None or mine.norm is None or other.norm is None:
         return None
@@ -183,12 +185,12 @@ def norms_between(routers: Sequence[Router | None], here: int, there: int) -> tu
 
 
 def _scaled(hidden: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None) -> torch.Tensor:
-    """The weights are read anew, for an online update changes them."""
+    """``hidden`` scaled from one norm to the other. Reads the weights every time, because online updates change them."""
     return hidden if norms is None else (hidden * _ratio(norms)).to(hidden.dtype)
 
 
 def _ratio(norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
-    """float32 ``[width]``."""
+    """The weight of the later norm over the earlier one's: float32 ``[width]``."""
     here, there = (norm.weight.float() for norm in norms)
     return (there / here).nan_to_num(0, 0, 0)
 
@@ -199,13 +201,13 @@ def _logits(gate: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def ranked(logits: torch.Tensor, config: TopKConfig, most: int) -> torch.Tensor:
-    """The ``most`` experts of each row that a router of ``config`` prefers, in order: by logits, or, with a correction, by
-    score plus correction, in groups as it has them. A routing function of the model's own counts as one by logits."""
+    """The ``most`` preferred experts of each row, best first. Ranks by logits or, with a correction bias, by score plus bias,
+    within the router's expert groups. A model's custom routing function is treated as ranking by logits."""
     bias = config.correction_bias
     if bias is None:
         scores = logits
     else:
-        # SGLang's grouped routing with a correction takes the sigmoid whatever the config says.
+        # With a correction bias, SGLang's grouped routing uses the sigmoid regardless of the config.
         scoring = "sigmoid" if config.use_grouped_topk else config.scoring_func
         scores = _SCORES[scoring](logits) + bias.float()
     if config.use_grouped_topk and config.num_expert_group != config.topk_group:
@@ -214,7 +216,7 @@ def ranked(logits: torch.Tensor, config: TopKConfig, most: int) -> torch.Tensor:
 
 
 def _of_best_groups(scores: torch.Tensor, groups: int, kept: int, judged_by: int) -> torch.Tensor:
-    """``scores``, last in the groups other than the ``kept`` best by the sum of their ``judged_by`` best experts."""
+    """``scores`` with -inf outside the ``kept`` best groups, ranked by the sum of their ``judged_by`` best experts."""
     grouped = scores.unflatten(-1, (groups, -1))
     best = grouped.topk(judged_by, dim=-1).values.sum(dim=-1).topk(kept, dim=-1).indices
     others = torch.ones(scores.shape[0], groups, dtype=torch.bool, device=scores.device).scatter_(1, best, False)

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's ``NgramEmbedding``: its tables lie in host RAM, where kernels read the rows of a token."""
+"""Hooks on SGLang's ``NgramEmbedding`` that keep its tables in host RAM, where kernels read a token's rows in place."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TABLE = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod"
 
 
 class TableHooks:
-    """Rows have no residents: a token reads a few KiB of them, at random."""
+    """Allocates the tables without residents, because each token reads only a few KiB at random."""
 
     def __init__(self, memory: Callable[[], Memory], timing: Callable[[StartPhase], AbstractContextManager[None]]):
         self._memory = memory
         self._timing = timing
         self._building: torch.nn.Module | None = None
-        """The embedding that is being built."""
+        """The embedding being built."""
         self.nbytes = 0
         """Host RAM of all tables, in whole blocks."""
 
@@ -44,12 +44,12 @@ class TableHooks:
         finally:
             self._building = None
         if self.nbytes == before and not module.oe_embeder.weight.is_meta:
-            raise FlagError([f"{TABLES_FLAG} host: this SGLang allocates n-gram tables in another way; leave it out"])
+            raise FlagError([f"{TABLES_FLAG} host: this SGLang allocates n-gram tables differently; remove it"])
 
     def _around_create_weights(
         self, original: Callable[..., None], method: Any, layer: Any, width: int, rows: list[int], *args: Any, **kwargs: Any
     ) -> None:
-        # The embedding of single tokens, which every token reads and which stays in VRAM, is built first.
+        # The word embedding is built first. Every token reads it, so it stays in VRAM.
         if self._building is None or not hasattr(self._building, "word_embeder"):
             original(method, layer, width, rows, *args, **kwargs)
             return

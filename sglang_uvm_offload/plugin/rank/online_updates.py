@@ -1,8 +1,7 @@
-"""Online weight updates, and what was counted with the old weights.
+"""Online weight updates, which invalidate routing counted with the old weights.
 
-Residents that a warm-up chose are chosen again, after a warm-up with the new weights (``OffloadManager.weights_updated``). A
-profile or trace belongs to the checkpoint that the server started with, so an update from another checkpoint on disk ends
-saving.
+Residents chosen by a warm-up are chosen again after a warm-up with the new weights (``OffloadManager.weights_updated``). A
+profile or trace belongs to the checkpoint that the server started with, so loading another checkpoint from disk ends saving.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ UPDATES = (
     *(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
     f"{_UPDATER}.end_weight_update",
 )
-"""A session may end without an update: its trainer may have written the weights itself."""
+"""The functions after which weights are new. The end of a session counts, because its trainer may write weights directly."""
 
 
 class OnlineUpdates:
     def __init__(self, manager: Callable[[], OffloadManager], savers: list[Saver], model_path: Callable[[], str]):
-        """``savers`` is emptied if saving ends. ``model_path``: of the checkpoint whose weights are served."""
+        """``savers`` is emptied when saving ends. ``model_path`` returns the checkpoint being served."""
         self._manager = manager
         self._savers = savers
         self._model_path = model_path
@@ -51,21 +50,21 @@ class OnlineUpdates:
         except (FlagError, ManagedMemoryError) as error:
             enforce.end(f"sglang-uvm-offload: a weight update failed: {error}")
         if get_parallel().enable_dp_attention_local_control_broadcast:
-            # Ranks learn of it between different steps: they would choose before different ones, and wait for each other.
-            logger.info("Expert offload: residents are not chosen anew: --enable-dp-attention-local-control-broadcast")
+            # Ranks see the update between different steps. Choosing then would make them wait for each other.
+            logger.info("Expert offload: residents are not re-selected: --enable-dp-attention-local-control-broadcast is set")
             return result
-        # Whatever its result: it may be another one on a peer, which then chooses residents together with this rank. And a
-        # failed update may have written weights.
+        # Ignore the result: a peer may have another one and chooses residents together with this rank. A failed update may
+        # also have written weights.
         self._manager().weights_updated()
         return result
 
     def _end_saving(self, path: str) -> None:
-        """Save a last time, before the update, what was counted so far. Saving also ends if the update fails, because it is
-        then unknown which weights the server has."""
+        """Save the counts one last time before the update. Saving also ends if the update fails, because the served weights are
+        then unknown."""
         saved: Sequence[Saver] = list(self._savers)
         self._savers.clear()
         for saver in saved:
             saver.finish()
             logger.warning(
-                "Expert offload: stops saving the %s, which is of the checkpoint before the weights of %s", saver.what, path
+                "Expert offload: no longer saving the %s, which belongs to the checkpoint before %s", saver.what, path
             )

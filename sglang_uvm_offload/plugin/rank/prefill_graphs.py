@@ -1,4 +1,4 @@
-"""SGLang captures prefill graphs for fewer tokens than steps that stream: a replayed graph cannot copy experts first."""
+"""Limits prefill CUDA graphs to steps that do not stream, because a replayed graph cannot copy experts first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def limit_prefill_graphs(tokens: int) -> None:
-    """Call this before graphs are captured. With attention data parallelism, each group replays a graph for its own tokens, and
-    its experts compute the tokens of all groups."""
+    """Capture prefill graphs only below ``tokens``. Call this before graphs are captured. With DP attention, each group replays
+    a graph for its own tokens, but experts compute the tokens of all groups."""
     graphs = get_exec().graph.cuda_graph_config
     if graphs is None or graphs.prefill.backend == Backend.DISABLED:
         return
@@ -25,8 +25,8 @@ def limit_prefill_graphs(tokens: int) -> None:
     if kept == sizes:
         return
     logger.info(
-        "Expert offload: prefill CUDA graphs are captured for up to %s tokens, not %d: steps of %d tokens or more copy experts "
-        "into the stream buffers, which a graph cannot do (%s inf keeps the graphs)",
+        "Expert offload: prefill CUDA graphs are captured for up to %s tokens instead of %d: steps of %d tokens or more stream "
+        "experts, which a graph cannot do (%s inf keeps the graphs)",
         max(kept, default="no"),
         max(sizes),
         tokens,

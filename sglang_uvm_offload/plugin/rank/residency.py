@@ -1,5 +1,5 @@
-"""How this launch's ranks divide VRAM between residents, slots and stream buffers: decided once the target is built, and again
-once all is loaded."""
+"""Divides VRAM between residents, slots and stream buffers: once after the target is built, and again after all weights are
+loaded. All ranks decide alike."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Decided = TypeVar("_Decided")
 
 
 class Residency:
-    """Every rank must call the same methods at the same points."""
+    """The division of VRAM on this launch's ranks. All ranks must call the same methods at the same points."""
 
     def __init__(
         self,
@@ -47,24 +47,24 @@ class Residency:
         module: torch.nn.Module,
         built: BuiltModel,
     ):
-        """``runner``: SGLang's, of the target; ``module``: the target as SGLang built it."""
+        """``runner`` is the target's model runner and ``module`` its built module."""
         self._config, self._manager, self._model, self._built = config, manager, model, built
         self._backend = backend
         parallel = get_parallel()
         self._world, self._stages = parallel.world_group, parallel.pp_size
-        """Of the target: a draft model may be built in a scope with other groups."""
+        """The target's groups, because a draft model may be built in a scope with other ones."""
         self._budgets = RankBudgets(config, manager.memory, runner, module, built.num_places)
         self._top_k = built.top_k or USUAL_TOP_K
         self._asked: Asked
         self._division: Division
 
     def decide(self, profile: Profile | None, keeps_first: bool) -> InitialPlacement:
-        """What to begin with. ``profile``: the one to start from. ``keeps_first``: as of ``InitialPlacement``."""
+        """The initial placement, chosen by ``profile`` if there is one. ``keeps_first`` is passed to ``InitialPlacement``."""
         config = self._config
         self._asked = self._budgets.asked(profile, self._top_k, config.slots)
         drafts = 0 if config.num_resident is not None else self._budgets.draft_bytes(self._model.layers)
         ranks = self._budgets.of_all(self._model.layers, drafts)
-        self._division = division = _agreed(self._world, lambda: divide(self._asked, ranks))
+        self._division = division = _decided_by_all(self._world, lambda: divide(self._asked, ranks))
         if self.stream_tokens == NEVER:
             self._division = division = dataclasses.replace(division, buffers=0)
         refuse(self._built.room_problems(config.resident_ids, division.num_resident))
@@ -72,7 +72,7 @@ class Residency:
             logger.info("%s", self._why(ranks))
         self._warn(ranks)
         if self.stream_tokens == NEVER and self._manager.progress():
-            self._tell_of_long_steps()
+            self._log_no_streaming()
         chosen_by = profile if config.resident_selection == "frequency" else None
         return InitialPlacement(self._resolved(), chosen_by, self._built.first, self._asked.converts, keeps_first)
 
@@ -86,37 +86,37 @@ class Residency:
         )
 
     def make_room(self, draft: ModelExperts) -> None:
-        """A draft model is built: the target gives way to what it keeps in VRAM. Where only some ranks have a draft model, the
-        KV cache is still to come and leaves it room until ``correct``."""
+        """Shrink the target's residents to fit a built draft model. With pipeline stages, only some ranks have a draft model,
+        which then uses the VRAM of the future KV cache until ``correct``."""
         number, places = self._config.draft_num_resident, draft.num_places
         if number is not None and number > places:
-            raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most as many"])
+            raise FlagError([f"{_DRAFTS} {number}: the draft model has {places} routed experts a layer; give at most {places}"])
         if self._stages == 1:
             sizes = sizes_of(draft.layers, places)
             self._correct(sizes.resident[places if number is None else number], may_grow=False)
 
     def correct(self) -> None:
-        """All weights are loaded, and what follows is SGLang's KV cache: divide the VRAM next to it, and place the slots.
+        """Divide the VRAM again after all weights are loaded and before SGLang allocates the KV cache, then place the slots.
         Raises ``ManagedMemoryError``."""
         self._correct(0)
         self._model.place_slots()
 
     @property
     def stream_tokens(self) -> int:
-        """From how many tokens on a step streams."""
+        """The number of tokens from which a step streams."""
         return self._budgets.stream_tokens(self._division.num_resident, self._division.slots, self._top_k)
 
     def _correct(self, extra: int, may_grow: bool = True) -> None:
-        """``extra``: VRAM of experts that are still to be placed."""
+        """Divide again. ``extra`` is the VRAM in bytes of experts still to be placed."""
         if self._manager.memory.device_type == "cpu":
             return
         before = self._division
         ranks = self._budgets.of_all(self._model.layers, extra, before.num_resident)
-        now = _agreed(self._world, lambda: corrected(before, self._asked, ranks))
+        now = _decided_by_all(self._world, lambda: corrected(before, self._asked, ranks))
         if now == before or (now.num_resident > before.num_resident and not may_grow):
             return
-        if _told(now) != _told(before) and self._manager.progress():
-            logger.info("Expert offload: %s, not %s: so many fit now that all weights are in VRAM", _told(now), _told(before))
+        if _shown(now) != _shown(before) and self._manager.progress():
+            logger.info("Expert offload: %s instead of %s, measured with all weights in VRAM", _shown(now), _shown(before))
         self._division = now
         self._manager.correct(self._resolved())
         own = ranks[self._world.rank_in_group].experts
@@ -124,25 +124,25 @@ class Residency:
             self._backend.reclaim(self._manager.memory, fewer)
 
     def _warn(self, ranks: list[RankBudget]) -> None:
-        """Once on each machine."""
+        """Warn about host RAM, once per machine."""
         own = ranks[self._world.rank_in_group]
         here = [rank for rank in ranks if rank.node == own.node]
         if self._manager.memory.device_type != "cpu" and own is here[0]:
             warn_of_host_ram(here, self._division)
 
-    def _tell_of_long_steps(self) -> None:
+    def _log_no_streaming(self) -> None:
         rows, places = self._division.num_resident + self._division.slots, self._built.num_places
         if rows < places and self._config.stream_gb is None and self._config.stream_tokens is None:
             logger.info(
-                "Expert offload: no step streams, and no VRAM is kept for it: with %d of %d experts of a layer in VRAM, "
-                "copying them pays for longer steps than --chunked-prefill-size allows. %s gives another number.",
+                "Expert offload: steps do not stream, and no VRAM is reserved for it: with %d of %d experts of a layer in "
+                "VRAM, streaming pays off only in longer steps than --chunked-prefill-size allows. %s overrides this.",
                 rows,
                 places,
                 flag_name("stream_tokens"),
             )
 
     def _why(self, ranks: list[RankBudget]) -> str:
-        """One line: the number, the VRAM it takes, and the room it leaves."""
+        """One log line with the number, the VRAM that it takes, and what is left for the KV cache."""
         division, asked = self._division, self._asked
         rank = max(ranks, key=lambda each: each.experts.in_vram(division.num_resident, division.slots))
         taken = size(rank.experts.in_vram(division.num_resident, division.slots))
@@ -155,31 +155,31 @@ class Residency:
         )
 
 
-def _told(division: Division) -> str:
+def _shown(division: Division) -> str:
     slots = f" and {division.slots} slots" if division.slots else ""
     return f"{division.num_resident} residents{slots} a layer"
 
 
 def refuse(problems: list[str]) -> None:
-    """End the start if this rank, or any other, has found ``problems``. Every rank must call it at the same point."""
+    """End the launch if any rank has found ``problems``. All ranks must call this at the same point."""
     world = get_parallel().world_group
     found = world.all_gather_object(problems) if world.world_size > 1 else [problems]
     if every := list(dict.fromkeys(itertools.chain.from_iterable(found))):
-        _agreed(world, functools.partial(_refuse, every))
+        _decided_by_all(world, functools.partial(_refuse, every))
 
 
 def _refuse(problems: list[str]) -> None:
     raise FlagError(problems)
 
 
-def _agreed(world: Any, decide: Callable[[], _Decided]) -> _Decided:
-    """What every rank decides from the same numbers. A refusal is shown once, by the first rank, and ends all."""
+def _decided_by_all(world: Any, decide: Callable[[], _Decided]) -> _Decided:
+    """The decision that every rank makes from the same numbers. The first rank prints a refusal, which ends all ranks."""
     try:
         return decide()
     except FlagError as error:
         if world.world_size > 1:
             if world.rank_in_group:
-                world.barrier()  # until the first rank has said why
+                world.barrier()  # until the first rank has printed the reason
                 enforce.leave()
             enforce.end(f"sglang-uvm-offload: {error}", world.barrier)
         raise

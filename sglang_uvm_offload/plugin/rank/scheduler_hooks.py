@@ -1,4 +1,4 @@
-"""The hooks of a scheduler process that offloads."""
+"""Installs the hooks of an offloading scheduler process."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _DRAFT_GRAPHS = (
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner",
 )
-"""These replay a draft model's steps without calling its ``forward``. So do the graph runners of multi-layer drafts and of
-drafts that share the target's KV cache; of those drafts, only the prefill steps are counted."""
+"""Graph runners that replay a draft model's steps without calling its ``forward``. The runners of multi-layer drafts, and of
+drafts that share the target's KV cache, do so too; of those drafts, only prefill steps are counted."""
 
 
 def install(
@@ -43,9 +43,11 @@ def install(
     memory_saver: bool = True,
     compiled: bool = False,
 ) -> None:
-    """Install the hooks that feed this process's manager, which is created when the first model loads. ``adapters``: whether
-    the server has LoRA adapters. ``memory_saver``: whether it may release its memory. ``compiled``: whether ``torch.compile``
-    traces its steps."""
+    """Install the hooks that feed this process's manager, which is created when the first model loads.
+
+    ``adapters``: whether the server has LoRA adapters. ``memory_saver``: whether it may release its memory. ``compiled``:
+    whether ``torch.compile`` traces its steps.
+    """
     rank = RankState(config, compiled)
     loading, steps, operating = LoadingHooks(rank), StepHooks(rank), OperatingHooks(rank)
     add(f"{_RUNNER}.load_model", loading.around_load_model, HookType.AROUND)
@@ -87,6 +89,6 @@ def install(
 
 
 def without_tma(add: Callable[[str, Any, HookType], None]) -> None:
-    """SGLang's Triton MoE kernels load no weights by TMA: it then reads tile configurations with ``USE_TMA`` as on a GPU that
-    has none, the same tiles by plain loads."""
+    """Stop SGLang's Triton MoE kernels from loading weights with TMA. Tile configurations with ``USE_TMA`` then behave as on a
+    GPU without TMA: the same tiles with plain loads."""
     add("sglang.kernels.ops.moe.fused_moe_triton_kernels.support_tensor_descriptor", lambda: False, HookType.REPLACE)

@@ -1,4 +1,4 @@
-"""Times a rank's start, from the launcher's checks until the rank serves."""
+"""Times a rank's startup, from the launcher's checks until the rank serves."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from sglang_uvm_offload.residency.status import PhaseTime
 
 
 class StartPhase(enum.Enum):
-    """In the order in which a start passes through them. Draft models pass through those of loading again."""
+    """The phases of a startup, in order. Draft models repeat the loading phases."""
 
     LAUNCH = "launch"
-    """Checking the launch, starting this process, importing, meeting the other ranks."""
+    """Checking the launch, starting this process, importing, and connecting to the other ranks."""
     BUILD = "build"
     """SGLang builds the model's modules."""
     PLACE = "place experts"
-    """Experts are allocated and get their pages. The bytes are theirs, slots not included. Pages that come while SGLang builds
-    or reads take no time of this phase."""
+    """Allocating and populating experts. Counts their bytes without slots. Populating that overlaps building or reading takes
+    no time of this phase."""
     READ = "read"
-    """SGLang reads the checkpoint, or fills the model for ``--load-format dummy``, and post-processes what is no expert. The
-    bytes are those of the rank's parameters: with several ranks, each reads a part."""
+    """SGLang reads the checkpoint, or fills the model for ``--load-format dummy``, and post-processes everything but experts.
+    Counts the bytes of the rank's parameters; with several ranks, each reads a part."""
     CONVERT = "convert experts"
-    """SGLang repacks, quantises or shuffles expert tensors once they are loaded, and what results is placed."""
+    """SGLang repacks, quantises or shuffles loaded expert tensors, and the results are placed."""
     LINK = "measure the link"
     BUFFERS = "slots and buffers"
     POOLS = "KV cache"
     GRAPHS = "graphs"
-    """Warm-up and capture of CUDA graphs. Those that only a draft worker makes are in the rest."""
+    """Warm-up and capture of CUDA graphs. Graphs that only a draft worker captures count as the rest."""
     REST = "rest"
-    """All else: attention backends, the scheduler, the first check for evictions."""
+    """Everything else: attention backends, the scheduler, the first eviction check."""
 
 
 class StartClock:
-    """Divides the time of a start among its phases. Once the rank serves, it counts nothing any more."""
+    """Splits the startup time into phases. It stops once the rank serves."""
 
     def __init__(self, began_at: float, clock: Callable[[], float] = time.time):
-        """``began_at``: when the launch began, by ``clock``, which the launcher's process must share."""
+        """``began_at``: when the launch began, according to ``clock``, which the launcher's process must share."""
         self._clock = clock
         self._seconds = dict.fromkeys(StartPhase, 0.0)
         self._nbytes = dict.fromkeys(StartPhase, 0)
@@ -47,7 +47,7 @@ class StartClock:
 
     @contextmanager
     def timing(self, phase: StartPhase) -> Iterator[None]:
-        """The block is ``phase``, the rest of the phase around it is after the block too."""
+        """Count the block as ``phase``. The enclosing phase resumes after it."""
         around = self._phase
         if around is None:
             yield
@@ -56,20 +56,20 @@ class StartClock:
         try:
             yield
         finally:
-            # What follows the launch is not the launch again: models load, then pools are made, and so on.
+            # The launch phase does not resume: models load next, then pools are allocated, and so on.
             self._begin(StartPhase.REST if around is StartPhase.LAUNCH else around)
 
     def add(self, phase: StartPhase, nbytes: int) -> None:
-        """``phase`` dealt with these bytes too."""
+        """Add ``nbytes`` to the bytes of ``phase``."""
         if self._phase is not None:
             self._nbytes[phase] += nbytes
 
     def end(self) -> None:
-        """The rank serves from here on."""
+        """Stop the clock: the rank serves from here on."""
         self._begin(None)
 
     def phases(self) -> list[PhaseTime]:
-        """Those that took any time. The one under way is not counted until it ends."""
+        """The phases that took any time. The current one counts once it ends."""
         return [
             PhaseTime(p.value, self._seconds[p], self._nbytes[p]) for p in StartPhase if self._seconds[p] or self._nbytes[p]
         ]
@@ -77,5 +77,5 @@ class StartClock:
     def _begin(self, phase: StartPhase | None) -> None:
         now = self._clock()
         if self._phase is not None:
-            self._seconds[self._phase] += max(0.0, now - self._since)  # the clock of a machine may be set back
+            self._seconds[self._phase] += max(0.0, now - self._since)  # the system clock may be set back
         self._phase, self._since = phase, now

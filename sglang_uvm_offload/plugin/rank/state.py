@@ -1,4 +1,4 @@
-"""What one scheduler process holds while it offloads."""
+"""The state of an offloading scheduler process."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RankState:
         self.tables = TableHooks(lambda: self.manager.memory, self.start.timing)
         self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.scheduler: Any = None
-        """SGLang's, once it is built."""
+        """SGLang's scheduler, once it is built."""
         self.slots: ModelSlots | None = None
-        """The target model's slots, once it is loaded; None if no layer has any."""
+        """The slots of the loaded target; None if no layer has any."""
         self.savers: list[Saver] = []
         self.routed_model: RoutedModel | None = None
         """The identity of the target model, once it is built."""
@@ -54,7 +54,7 @@ class RankState:
 
     @cached_property
     def manager(self) -> OffloadManager:
-        """Created when the first model loads: before that the process is not bound to its GPU."""
+        """Created when the first model loads, because the process is not bound to its GPU before."""
         return OffloadManager(
             self.config,
             self.backend.memory(),
@@ -66,12 +66,12 @@ class RankState:
         )
 
     def experts_written(self) -> None:
-        """The bytes of experts may have changed."""
+        """Called after expert weights may have changed."""
         if self.slots is not None:
             self.slots.bytes_written()
 
     def timed(self, phase: StartPhase) -> Callable[..., Any]:
-        """A hook around a part of the start that is ``phase``."""
+        """A hook that counts the hooked function as ``phase``."""
 
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self.start.timing(phase):
@@ -85,7 +85,7 @@ class RankState:
 
 
 def _broadcast_decision(decide: Callable[[], Any]) -> Any:
-    """The decision of the first rank among those that hold shards of the same experts."""
+    """Broadcast the decision of the first rank to all ranks that hold shards of the same experts."""
     group = get_parallel().moe_tp_group
     return group.broadcast_object(decide() if group.rank_in_group == 0 else None, src=0)
 

@@ -1,4 +1,4 @@
-"""Hooks on a forward step: what it counts as, and whether it streams."""
+"""Hooks on a forward step: they classify it, count its rows, and decide whether it streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepHooks:
         self.rank = rank
 
     def around_forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Counts a step's rows while it is launched, and nothing outside of steps (capture, warm-up kernels)."""
+        """Count a step's rows while it is launched. Nothing outside of steps (capture, warm-up kernels) is counted."""
         if self.rank.backend.on_cuda and torch.cuda.is_current_stream_capturing():  # SGLang calls this to capture a draft model
             return original(runner, batch, *args, **kwargs)
         model = runner.__dict__[MODEL]
@@ -42,18 +42,18 @@ class StepHooks:
             self.rank.manager.end_step(model)
 
     def _prompts(self, batch: Any) -> list[tuple[int, int]]:
-        """``Requests`` of a prefill step: the prompts that end in it; if rows are gathered, each rank's rows."""
+        """The ``Requests`` of a prefill step: the prompts that end in it or, if rows are gathered, each rank's rows."""
         gathered = batch.global_num_tokens_cpu
-        tokens = gathered or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # each one decoded
+        tokens = gathered or batch.extend_seq_lens_cpu or [1] * len(batch.input_ids)  # all decoded
         prompts = list(pairwise(accumulate(tokens, initial=0)))
-        # SGLang may warm up before there is a scheduler, and with a batch of no request.
+        # SGLang may warm up before a scheduler exists, and with an empty batch.
         unfinished = None if self.rank.scheduler is None else self.rank.scheduler.chunked_req
         if unfinished is not None and not gathered and unfinished.rid in (batch.rids or ()):
-            del prompts[batch.rids.index(unfinished.rid)]  # it goes on in a later step
+            del prompts[batch.rids.index(unfinished.rid)]  # continues in a later step
         return prompts
 
     def around_draft_graph(self, original: Callable[..., Any], graphs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A graph of several drafted tokens counts as one step."""
+        """Count a draft graph as one step, although it drafts several tokens."""
         model = graphs.model_runner.__dict__[MODEL]
         gathered = batch.global_num_tokens_cpu is not None or not get_moe_a2a_backend().is_none()
         rows = len(batch.positions)
@@ -65,24 +65,24 @@ class StepHooks:
 
 
 def step_of(batch: Any) -> tuple[int, int, Phase]:
-    """A step's valid batch rows, its tokens on all ranks that compute it together, and its phase."""
+    """A step's valid batch rows, its tokens over all ranks that compute it together, and its phase."""
     mode = batch.forward_mode
     own = 0 if mode.is_idle() else len(batch.input_ids)
     phase = Phase.DECODE if mode.is_decode_or_idle() or mode.is_target_verify() else Phase.PREFILL
     everywhere = batch.global_num_tokens_cpu
     if everywhere is not None and batch.is_extend_in_batch:
-        phase = Phase.PREFILL  # another rank prefills, and this one computes its tokens too
+        phase = Phase.PREFILL  # another rank prefills, and this one also computes its tokens
     if not get_moe_a2a_backend().is_none():
-        # Experts compute tokens from other ranks; this rank does not know their number in advance.
+        # Experts compute tokens from other ranks, whose number this rank does not know in advance.
         return ALL_ROWS, max(1, own, sum(everywhere or ())), phase
     if everywhere is None:
         return own, own, phase
-    # Rows are gathered from all ranks, so padding is not at their end.
+    # Rows are gathered from all ranks, so padding is not at the end.
     tokens = int(sum(everywhere))
     return ALL_ROWS if tokens else 0, tokens, phase
 
 
 def is_eager(runner: Any, batch: Any, phase: Phase) -> bool:
-    """Whether the step runs without a CUDA graph, given that it has enough tokens to stream: prefill graphs are captured for
-    fewer (``stream_settings.graph_settings``)."""
+    """Whether a step with enough tokens to stream runs without a CUDA graph. Prefill graphs are captured only for fewer tokens
+    (``prefill_graphs``)."""
     return phase is Phase.PREFILL or batch.batch_size > max(runner.decode_cuda_graph_capture_bs, default=0)

@@ -1,4 +1,4 @@
-"""Limits what takes VRAM, once the KV cache exists and before experts move: torch's allocator, and SGLang's sparse indexer."""
+"""Limits other users of VRAM (torch's allocator, SGLang's sparse indexer) after the KV cache exists and before experts move."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
 
 
 def torch_bytes(reserved: int, free: int, headroom: int) -> int:
-    """The most that torch may reserve, in bytes: what it has, plus the free VRAM minus the headroom. That is as much as without
-    offloading, where the KV cache would take the headroom. What torch does not allocate (collectives, graphs, kernels loaded
-    late) has its VRAM already or takes it from the headroom. If little is free, torch may still take half of it."""
+    """The limit of torch's reserved memory in bytes: what it has, plus the free VRAM, minus the headroom. Without offloading it
+    could reserve as much, because the KV cache would take the headroom. Other allocations (collectives, graphs, kernels loaded
+    late) already have their VRAM or take it from the headroom. If little is free, torch may still take half of it."""
     return reserved + free - min(headroom, free // 2)
 
 
 def bound_torch(headroom_gb: float) -> None:
-    """Limit torch's allocator in this process, on its current GPU; a tighter limit stays. If VRAM is full, the driver evicts
-    managed pages rather than let ``cudaMalloc`` fail, so torch would never free its cached blocks. At its own limit it does."""
+    """Limit torch's allocator in this process on its current GPU; a tighter limit stays. With full VRAM, the driver evicts
+    managed pages instead of failing ``cudaMalloc``, so torch would never free its cached blocks. At its own limit it does."""
     device = torch.cuda.current_device()
     reserved = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -31,17 +31,17 @@ def bound_torch(headroom_gb: float) -> None:
     fraction = min(most / total, torch.cuda.get_per_process_memory_fraction(device))
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     logger.info(
-        "Expert offload: torch frees its cache before it takes more than %s of VRAM, so that no residents are evicted (%s "
-        "taken now, %s free)",
+        "Expert offload: torch's allocator is limited to %s of VRAM, so that it does not evict residents (%s reserved now, %s "
+        "free)",
         *map(size, (fraction * total, reserved, free)),
     )
 
 
 def take_indexer_budget() -> None:
-    """Let SGLang's indexer for sparse attention (DeepSeek-V3.2, GLM-5) measure its budget for logits now, on the current GPU.
-    It does so once per process, else at its first long prefill (``Indexer._get_mqa_logits_budget_bytes``): demoted blocks keep
-    their VRAM until something needs it, so after moves little looks free, and every later prefill would take small pieces.
-    Does nothing without such a model, or with an SGLang that does not measure."""
+    """Let SGLang's sparse-attention indexer (DeepSeek-V3.2, GLM-5) measure its logits budget now on the current GPU. It
+    measures once per process, by default at the first long prefill (``Indexer._get_mqa_logits_budget_bytes``). By then little
+    VRAM would look free, because demoted blocks keep theirs until something needs it, and every later prefill would use small
+    chunks. Does nothing without such a model, or if this SGLang does not measure."""
     module = sys.modules.get(INDEXER)
     budgets = getattr(getattr(module, "Indexer", None), "_mqa_logits_budget_bytes", None)
     measure = getattr(module, "mqa_logits_budget_bytes", None)
