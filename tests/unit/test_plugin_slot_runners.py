@@ -27,7 +27,7 @@ from sglang_uvm_offload.requested_config import parse
 pytestmark = pytest.mark.sglang
 
 MARLIN = {"marlin", "experimental_sgl_marlin"}
-AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
+AS_GROUPS = "indexes experts by number inside its kernels"
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +58,11 @@ def test_only_deep_gemms_padding_reads_the_first_expert(runner: str | None, pads
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
-        ("humming", "does not compute from slots yet"),
-        ("triton_kernel", "keeps experts interleaved, not one after the other"),
+        ("humming", "does not support slots yet"),
+        ("triton_kernel", "interleaves experts instead of storing one after the other"),
         ("flashinfer_cutlass", AS_GROUPS),
         ("lora_triton", "computes experts together with LoRA adapters"),
-        ("intel_xpu", "is not known to compute by blocks of tokens"),
+        ("intel_xpu", "is not known to compute blocks of tokens per expert"),
     ],
 )
 def test_another_runner_is_named_with_the_reason(runner, words):
@@ -75,7 +75,7 @@ def test_every_runner_of_sglang_for_cuda_has_a_reason_of_its_own():
 
 
 def test_a_method_with_kernels_of_its_own_is_named():
-    assert by(None) == "Method computes its experts with its own kernels"
+    assert by(None) == "Method computes its experts in its own kernels"
 
 
 @pytest.mark.parametrize("runner", ["triton", *sorted(MARLIN)])
@@ -90,7 +90,8 @@ def test_with_adapters_only_the_triton_runner_has_slots(adapters, runner):
 def test_tokens_that_are_exchanged_have_no_slots(monkeypatch, exchange):
     monkeypatch.setattr(runners, "get_moe_a2a_backend", lambda: exchange)
     assert by("triton") == (
-        f"--moe-a2a-backend {exchange.value} passes tokens on in a form that SGLang's Triton and Marlin runners do not take"
+        f"--moe-a2a-backend {exchange.value} dispatches tokens in a format that SGLang's Triton and Marlin "
+        "runners do not support"
     )
 
 
@@ -134,10 +135,10 @@ def of_bf16(monkeypatch: pytest.MonkeyPatch, **chosen: bool) -> SimpleNamespace:
     [
         ("auto", None, "auto", True, None),
         ("deep_gemm", [128, 128], "Compact", True, None),
-        ("deep_gemm", [128, 128], "auto", True, "masked layout, .* set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose"),
-        ("deep_gemm", [128, 128], "compact", False, "Hopper GPUs only; --moe-runner-backend triton does here"),
-        ("deep_gemm", [1, 32], "compact", True, "only BF16 experts, and FP8 ones with a scale for each block of 128 x 128"),
-        ("deep_gemm", None, "compact", True, "only BF16 experts, and FP8 ones with a scale for each block of 128 x 128"),
+        ("deep_gemm", [128, 128], "auto", True, "masked layout, .* set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or use"),
+        ("deep_gemm", [128, 128], "compact", False, "only on Hopper GPUs; use --moe-runner-backend triton"),
+        ("deep_gemm", [1, 32], "compact", True, "only for BF16 experts, and for FP8 ones with 128 x 128 scale blocks"),
+        ("deep_gemm", None, "compact", True, "only for BF16 experts, and for FP8 ones with 128 x 128 scale blocks"),
         ("cutlass", None, "auto", True, AS_GROUPS),
     ],
 )

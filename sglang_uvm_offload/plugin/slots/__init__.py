@@ -1,1 +1,1 @@
-"""Slots in SGLang's MoE runners: which of them can compute an expert from its copy, and the hooks by which they do."""
+"""Slots in SGLang's MoE runners: which runners support them, and the hooks that redirect experts to their copies."""

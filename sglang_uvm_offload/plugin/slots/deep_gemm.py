@@ -1,17 +1,17 @@
 """A hook on SGLang's DeepGEMM runner that computes an expert from its copy in a slot.
 
 In the contiguous layout, ``m_indices`` holds the expert of each row, and both GEMMs share it. The hook rewrites it before the
-first GEMM and gives both GEMMs the weights and scales of all rows, experts and slots, because TMA descriptors check bounds. The
-masked layout gives each expert a group of rows by its number, so it is computed in place. These properties of DeepGEMM's Hopper
-kernels come from its source (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``, ``sm90_bf16_gemm.cuh``), and those of FP8 were
-tried on an H200 (GPU_STATUS.md):
+first GEMM. It passes both GEMMs the weights and scales of all rows, experts and slots, because TMA descriptors check bounds.
+The masked layout indexes groups of rows by expert number, so it is computed in place. The hook relies on these properties of
+DeepGEMM's Hopper kernels, taken from their source (``scheduler/gemm.cuh``, ``sm90_fp8_gemm_1d2d.cuh``,
+``sm90_bf16_gemm.cuh``); the FP8 ones were tried on an H200 (GPU_STATUS.md):
 
-- A block of rows has the expert of its first row. TMA reads its weights from row ``expert * N`` on. Scales of 128 x 128 are
-  read without bounds at base + expert * stride.
+- A block of rows belongs to the expert of its first row. TMA reads its weights from row ``expert * N``. Scales of 128 x 128 are
+  read at base + expert * stride without a bounds check.
 - A block without an expert (-1) is not computed, but its weights are still read: those of expert 0, which may be in host RAM.
-  SGLang pads each step to as many blocks as its worst routing needs. Here the padding points to the first slot, which is in
-  VRAM. SGLang drops what is computed for padding, and no row depends on another.
-- The number of groups is part of a compiled kernel's name, but changes nothing that the kernel does in this layout.
+  SGLang pads each step to the number of blocks of the worst-case routing. Here the padding points to the first slot, which is
+  in VRAM. SGLang discards the padding's output, and rows are independent.
+- The number of groups is part of a compiled kernel's name, but does not affect the kernel in this layout.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sglang_uvm_offload.plugin.slots.seam import Seam
 from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 _BLOCK_ROWS = 128
-"""Of the contiguous layout: the rows that are computed together, of one expert."""
+"""Rows per block in the contiguous layout; a block belongs to one expert."""
 _RUN = "sglang.srt.layers.moe.moe_runner.deep_gemm.DeepGemmRunnerCore.run"
 
 
 class DeepGemmSlotSeam(Seam):
-    """The hook. ``by_expert`` are fields of SGLang's ``DeepGemmMoeQuantInfo``."""
+    """The DeepGEMM hook. ``by_expert`` are fields of SGLang's ``DeepGemmMoeQuantInfo``."""
 
     by_expert = ("w13_weight", "w2_weight", "w13_scale", "w2_scale")
 
@@ -44,7 +44,7 @@ class DeepGemmSlotSeam(Seam):
     def around_run(
         self, original: Callable[..., Any], core: Any, rows: Any, experts: Any, state: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """``rows``: SGLang's ``DeepGemmRunnerInput``. ``experts``: its ``DeepGemmMoeQuantInfo``."""
+        """``rows`` is SGLang's ``DeepGemmRunnerInput`` and ``experts`` its ``DeepGemmMoeQuantInfo``."""
         slots = None if rows.use_masked_gemm else self.serving(experts.w13_weight, vars(experts))
         if slots is not None:
             with_slots = dataclasses.replace(experts, **self._all_rows(slots, experts))
@@ -60,15 +60,15 @@ class DeepGemmSlotSeam(Seam):
 
 
 def _resolve(slots: LayerSlots, ids: torch.Tensor, indices: torch.Tensor) -> None:
-    """Rewrite ``indices``, int32 ``[rows]``: experts with a copy to the copy's row, and padding to the first slot."""
+    """Rewrite ``indices`` (int32 ``[rows]``): experts with a copy become the copy's row, padding becomes the first slot."""
     slots.resolve(ids, BlockLists(indices, indices.new_full((1,), len(indices)), 1, read_rows=_BLOCK_ROWS))
     indices.masked_fill_(indices < 0, slots.first_slot)
 
 
 def _compile(experts: Any, with_slots: Any) -> None:
-    """Compile the kernels for the experts alone, and for all rows, now. SGLang compiles kernels for a number of groups on the
-    first call with it. A prefill through buffers has only the experts, so it would compile while serving."""
-    from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # queries the GPU on import, so imported late
+    """Compile the kernels now, both for the experts alone and for all rows. SGLang compiles on the first call with a number of
+    groups. A prefill through stream buffers uses only the experts, so it would compile while serving."""
+    from sglang.srt.layers.deep_gemm_wrapper import compile_utils  # imported late, because importing it queries the GPU
 
     kinds = compile_utils.DeepGemmKernelType
     bf16 = experts.w13_weight.dtype == torch.bfloat16
@@ -86,8 +86,8 @@ def _compile(experts: Any, with_slots: Any) -> None:
 
 @contextmanager
 def _warming_up_with(executor: Any, weights: torch.Tensor, scales: torch.Tensor | None) -> Iterator[None]:
-    """SGLang warms up kernels with weights of all groups, which it allocates: here these would be those of the whole model. It
-    gets one group, and the layer's own rows in its place."""
+    """Stop SGLang's kernel warm-up from allocating weights for all groups, here those of the whole model. It allocates one
+    group instead, which the layer's own rows replace."""
     own = {name: vars(executor)[name] for name in ("create", "get_memory_requirement")}
     create, needed = executor.create, executor.get_memory_requirement
 
@@ -106,5 +106,5 @@ def _warming_up_with(executor: Any, weights: torch.Tensor, scales: torch.Tensor 
 
 
 def _right_hand_side(weights: torch.Tensor, scales: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """By the names that SGLang's warm-up has for them, in BF16 and in FP8."""
+    """The weights and scales under the names that SGLang's warm-up uses for BF16 and FP8."""
     return {"b": weights, "rhs_q": weights, "rhs_s": scales}

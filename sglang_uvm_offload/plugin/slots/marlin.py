@@ -1,15 +1,15 @@
 """Hooks on SGLang's Marlin MoE functions that compute an expert from its copy in a slot.
 
-As for the Triton functions (``triton``), the list that names the expert of each block of tokens is rewritten, which both GEMMs
-share. What SGLang's Marlin kernels do with the list is taken from their source
-(``kernels/jit/csrc/gemm/marlin_moe``), and was tried on an H200 in MXFP4 (GPU_STATUS.md):
+As for the Triton functions (``triton``), the hooks rewrite the list with the expert of each block of tokens, which both GEMMs
+share. They rely on these properties of SGLang's Marlin kernels, taken from their source (``kernels/jit/csrc/gemm/marlin_moe``)
+and tried on an H200 in MXFP4 (GPU_STATUS.md):
 
 - They read weights, scales, global scales, zero points, biases, group indices and permutations at base + row * stride, in 64
-  bits, with the stride of the given shapes and without bounds. None receives the number of experts.
-- SGLang certifies a list in ascending order, blocks without an expert (-1) first. They use only the sign: they search where the
-  blocks of -1 end, or read it next to ``num_tokens_post_padded``. Rewriting keeps every sign.
-- They split the work by the number of blocks and the shapes, which do not change. Where they add the partial sums of a split
-  atomically (from sm_90 on except for MXFP4, and in float16), outputs vary from run to run anyway.
+  bits, with the stride of the given shapes and without a bounds check. None receives the number of experts.
+- SGLang guarantees a list in ascending order, with blocks without an expert (-1) first. The kernels use only the sign: they
+  search for the end of the -1 blocks, or read it next to ``num_tokens_post_padded``. Rewriting keeps every sign.
+- They split the work by the number of blocks and the shapes, which do not change. If they add a split's partial sums atomically
+  (from sm_90 on except for MXFP4, and in float16), outputs vary from run to run anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGN_TOKEN = "sglang.kernels.ops.moe.moe_align_single_token.moe_align_single_t
 
 
 class MarlinSlotSeam(ExpertCalls):
-    """The hooks. The calls are those of SGLang's ``fused_marlin_moe``."""
+    """The Marlin hooks. They track calls of SGLang's ``fused_marlin_moe``."""
 
     first = ("hidden_states", "w1", "w2", "w1_scale", "w2_scale", "gating_output", "topk_weights", "topk_ids")
     by_expert = (

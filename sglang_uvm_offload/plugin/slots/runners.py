@@ -1,8 +1,8 @@
-"""Which layers can compute experts from slots: those whose experts SGLang's Triton or Marlin MoE functions compute (``triton``,
-``marlin``), or its DeepGEMM runner in the contiguous layout (``deep_gemm``).
+"""Which layers can compute experts from slots: those that run SGLang's Triton or Marlin MoE functions (``triton``, ``marlin``)
+or its DeepGEMM runner in the contiguous layout (``deep_gemm``).
 
-This does not repeat what offloading as a whole refuses (``combinations``), such as two-batch overlap. Single-batch overlap is
-allowed: it runs shared experts on a second stream, not routed ones.
+Settings that offloading refuses altogether (``combinations``), such as two-batch overlap, are not repeated here. Single-batch
+overlap is allowed: it runs shared experts on a second stream, not routed ones.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sglang_uvm_offload.plugin.compat import moe_runner_backend
 
 RUNNER = "--moe-runner-backend"
 
-_AS_GROUPS = "takes each expert as a group, by its number, inside its kernels"
+_AS_GROUPS = "indexes experts by number inside its kernels"
 
 DEEP_GEMM = "deep_gemm"
 
 RUNNERS = {
-    "triton_kernel": "keeps experts interleaved, not one after the other",
-    "humming": "does not compute from slots yet",
-    DEEP_GEMM: "computes from slots only BF16 experts, and FP8 ones with a scale for each block of 128 x 128",
+    "triton_kernel": "interleaves experts instead of storing one after the other",
+    "humming": "does not support slots yet",
+    DEEP_GEMM: "supports slots only for BF16 experts, and for FP8 ones with 128 x 128 scale blocks",
     **dict.fromkeys(
         [
             "cutlass",
@@ -43,45 +43,45 @@ RUNNERS = {
     ),
     **dict.fromkeys(["lora_triton", "lora_marlin", "lora_cutedsl"], "computes experts together with LoRA adapters"),
 }
-"""Why a runner has no slots, or has none for experts outside ``_by_deep_gemm``."""
+"""Why a runner does not support slots; for DeepGEMM, why it does not for experts that ``_by_deep_gemm`` refuses."""
 
 
 def no_slots_in(layer: Any) -> str | None:
-    """Why a built MoE layer computes nothing from slots, None if it does."""
+    """Why a built MoE layer cannot compute from slots, None if it can."""
     exchange, backend = get_moe_a2a_backend(), moe_runner_backend(layer)
     if not exchange.is_none():
-        taken = "SGLang's Triton and Marlin runners do not take"
-        return f"--moe-a2a-backend {exchange.value} passes tokens on in a form that {taken}"
+        taken = "SGLang's Triton and Marlin runners do not support"
+        return f"--moe-a2a-backend {exchange.value} dispatches tokens in a format that {taken}"
     if backend is None:
-        return f"{type(layer.quant_method).__name__} computes its experts with its own kernels"
+        return f"{type(layer.quant_method).__name__} computes its experts in its own kernels"
     if backend.is_triton():
         return None
     if get_lora().enable_lora:
-        return f"with --enable-lora SGLang computes experts from slots by {RUNNER} triton only"
+        return f"with --enable-lora, only {RUNNER} triton supports slots"
     if backend.is_deep_gemm():
         return _by_deep_gemm(layer.quant_method)
     return None if backend.is_marlin() else _by_runner(backend.value)
 
 
 def pads_with_first(layer: Any) -> bool:
-    """Whether a built MoE layer computes rows of padding that read its first expert, unless a slot is read (``deep_gemm``)."""
+    """Whether padding rows of a built MoE layer read its first expert, unless they read a slot (``deep_gemm``)."""
     backend = moe_runner_backend(layer)
     return backend is not None and bool(backend.is_deep_gemm())
 
 
 def _by_runner(runner: str) -> str:
-    return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute by blocks of tokens')}"
+    return f"{RUNNER} {runner} {RUNNERS.get(runner, 'is not known to compute blocks of tokens per expert')}"
 
 
 def _by_deep_gemm(method: Any) -> str | None:
-    """Why DeepGEMM computes nothing from slots, None if it does. Decode steps use the masked layout by default. With one scale
-    per expert, it gets a new tensor of scales on each call."""
+    """Why DeepGEMM cannot compute from slots, None if it can. Decode steps use the masked layout by default. With one scale per
+    expert, DeepGEMM gets a new tensor of scales on each call."""
     in_blocks = isinstance(method, Fp8MoEMethod) and method.quant_config.weight_block_size == [128, 128]
     if not (in_blocks or isinstance(method, UnquantizedFusedMoEMethod)):
         return _by_runner(DEEP_GEMM)
     if not get_platform().is_sm90:
-        return f"{RUNNER} {DEEP_GEMM} computes from slots on Hopper GPUs only; {RUNNER} triton does here"
+        return f"{RUNNER} {DEEP_GEMM} supports slots only on Hopper GPUs; use {RUNNER} triton"
     if envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.get().lower() != "compact":
-        layout = "computes decode steps in a masked layout, which takes each expert as a group, by its number"
-        return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or choose {RUNNER} triton"
+        layout = "computes decode steps in a masked layout, which indexes experts by number"
+        return f"{RUNNER} {DEEP_GEMM} {layout}; set SGLANG_DEEPGEMM_STANDARD_LAYOUT=compact, or use {RUNNER} triton"
     return None

@@ -1,5 +1,4 @@
-"""Common code of the hooks on the runners: which layer's experts a call computes, and whether slots can serve the whole
-call."""
+"""Shared code of the runner hooks: finds the layer that a call computes, and checks that slots can serve the whole call."""
 
 from __future__ import annotations
 
@@ -21,35 +20,35 @@ _COUNTS = "return_inactive_prefix_count"
 
 
 class Call(NamedTuple):
-    """A call that computes a layer with slots."""
+    """A call in progress that computes a layer with slots."""
 
     slots: LayerSlots
     given: dict[str, Any]
     """The arguments of the call, by name."""
     later: frozenset[int]
-    """The addresses of the tensors that only the second GEMM reads."""
+    """Addresses of the tensors that only the second GEMM reads."""
 
 
 class Seam(ABC):
-    """Base class of the hooks of any runner. ``find`` returns the slots of the layer that has a tensor at an address.
+    """Base class of the runner hooks. ``find`` returns the slots of the layer that owns the tensor at an address.
 
-    A layer that computes from a stream buffer, or from a tensor that is not its own, keeps its list: the same list indexes the
-    weights, scales, zero points and biases, and each of them must have the slot rows.
+    One list indexes the weights, scales, zero points and biases, so all of them must have slot rows. A layer that computes from
+    a stream buffer, or from a tensor that it does not own, therefore keeps its list unmodified.
     """
 
     by_expert: ClassVar[tuple[str, ...]]
-    """The names of the tensors that the runner's kernels index by expert."""
+    """Names of the tensors that the runner's kernels index by expert."""
 
     def __init__(self) -> None:
         self.find: Callable[[int], LayerSlots | None] = _nothing
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @abstractmethod
     def install(self, add: Callable[[str, Any, HookType], None]) -> None:
         """Add the hooks."""
 
     def serving(self, weights: torch.Tensor, given: dict[str, Any]) -> LayerSlots | None:
-        """The slots of the layer that has ``weights``, if all tensors in ``given`` have the slot rows."""
+        """The slots of the layer that owns ``weights``, if all tensors in ``given`` have slot rows."""
         slots = self.find(weights.data_ptr())
         return slots if slots is not None and self._all_have_rows(slots, given) else None
 
@@ -57,31 +56,32 @@ class Seam(ABC):
         for name in self.by_expert:
             tensor = given.get(name)
             if tensor is not None and not _has_rows(slots, tensor):
-                self._tell(f"{name} {tuple(tensor.shape)} is not one of the layer's tensors, so its experts are read in place")
+                self._warn(f"{name} {tuple(tensor.shape)} is not a tensor of the layer, so its experts are read in place")
                 return False
         return True
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning("Expert offload: slots: %s", what)
 
 
 class ExpertCalls(Seam):
-    """Tracks calls of one SGLang function that computes a layer's experts: it aligns the step's ids, then calls two GEMMs.
+    """Tracks calls of one SGLang function that computes a layer's experts: it aligns the step's ids, then runs two GEMMs.
     ``by_expert`` are its parameters.
 
-    A layer is resolved when its ids are aligned. What only the second GEMM reads comes while the first one computes."""
+    A layer is resolved when its ids are aligned. Tensors that only the second GEMM reads are filled while the first one
+    runs."""
 
     first: ClassVar[tuple[str, ...]]
-    """The positional parameters of the function. Its callers pass all others by name."""
+    """The function's positional parameters. Callers pass all others by name."""
     second: ClassVar[tuple[str, ...]]
-    """The names of the tensors that only the second GEMM reads."""
+    """Names of the tensors that only the second GEMM reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.call: Call | None = None
-        """The call in progress, if slots can serve it."""
+        """The call in progress, if slots serve it."""
 
     def around_experts(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = kwargs | dict(zip(self.first, args, strict=False))
@@ -93,8 +93,8 @@ class ExpertCalls(Seam):
         finally:
             self.call = None
             unawaited = slots is not None and slots.await_fills()
-        if slots is not None and unawaited:  # no hook was called before the second GEMM
-            raise RuntimeError(f"MoE layer {slots.layer_id} was computed before its experts had come to their slots")
+        if slots is not None and unawaited:  # no hook ran before the second GEMM
+            raise RuntimeError(f"MoE layer {slots.layer_id} was computed before its slots were filled")
         return out
 
     def _later(self, slots: LayerSlots, given: dict[str, Any]) -> frozenset[int]:
@@ -103,8 +103,8 @@ class ExpertCalls(Seam):
         return frozenset(slots.row_bytes.keys() & (set(addresses.values()) - before))
 
     def around_align(self, original: Callable[..., Any], ids: torch.Tensor, block_size: int, *args: Any, **kwargs: Any) -> Any:
-        """SGLang's aligners return the rows in the order of their experts, the expert of each block, and the number of rows in
-        blocks, which a flag has followed by the number of blocks without an expert."""
+        """Hook on SGLang's aligners. They return the rows ordered by expert, the expert of each block, and the number of rows
+        in blocks, with a flag followed by the number of blocks without an expert."""
         call = self.call
         if call is None:
             return original(ids, block_size, *args, **kwargs)
@@ -115,13 +115,13 @@ class ExpertCalls(Seam):
         return lists
 
     def before_gemm(self, weights: torch.Tensor) -> None:
-        """Call it before each of the two."""
+        """Call this before each of the two GEMMs."""
         if self.call is not None and weights.data_ptr() == self.call.given["w2"].data_ptr():
             self.call.slots.await_fills()
 
 
 def _known(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an aligner is given nothing but the number of experts and the flag."""
+    """Whether an aligner got only the number of experts and the flag."""
     return len(args) <= 1 and kwargs.keys() <= {"num_experts", _COUNTS}
 
 

@@ -1,9 +1,9 @@
 """Hooks on SGLang's Triton MoE functions that compute an expert from its copy in a slot.
 
-Every tensor of a layer with slots has rows after those of its experts, at the same stride. SGLang builds a list with the expert
-of each block of tokens; in it, experts that have a copy are replaced by the copy's row. The kernels multiply the row
-by the stride and check no bounds, so nothing else in SGLang sees the additional rows. TMA descriptors do check bounds: those of
-such tensors span all rows.
+Every tensor of a layer with slots has slot rows after its expert rows, at the same stride. SGLang builds a list with the expert
+of each block of tokens. The hooks replace experts with a copy by the copy's row. The kernels multiply the row by the stride
+without a bounds check, so nothing else in SGLang sees the extra rows. TMA descriptors do check bounds, so those of such tensors
+are widened to all rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DESCRIPTOR = "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_c
 
 
 class SlotSeam(ExpertCalls):
-    """The hooks. The calls are those of SGLang's ``fused_experts``."""
+    """The Triton hooks. They track calls of SGLang's ``fused_experts``."""
 
     first = ("hidden_states", "w1", "w2", "topk_output", "moe_runner_config")
     by_expert = ("w1", "w2", "b1", "b2", "w1_scale", "w2_scale", "w1_zp", "w2_zp")
@@ -43,7 +43,8 @@ class SlotSeam(ExpertCalls):
         return original(rows, weights, *args, **kwargs)
 
     def _around_descriptor(self, original: Callable[..., Any], weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """SGLang caches the descriptor of the experts only, by tensor and address. This widens a copy of it on each call."""
+        """Widen a copy of SGLang's descriptor on each call. SGLang caches its own, which spans only the experts, by tensor and
+        address."""
         descriptor = original(weights, *args, **kwargs)
         slots = self.find(weights.data_ptr())
         return descriptor if slots is None else dataclasses.replace(descriptor, shape=[slots.num_rows, *descriptor.shape[1:]])
