@@ -1,1 +1,1 @@
-"""Builds SGLang's models on torch's ``meta`` device, in a process of its own, to count their tensors."""
+"""Builds SGLang's models on torch's ``meta`` device in a separate process to count their tensors."""

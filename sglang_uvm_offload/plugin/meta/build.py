@@ -1,6 +1,6 @@
 """Builds SGLang's models on torch's ``meta`` device, where tensors have shapes but no memory, as a single rank.
 
-Call ``start`` first, once, in a process that does nothing else: SGLang's classes query the machine while they are built, and
+Call ``start`` once, first, in a process that does nothing else: SGLang's classes query the machine while they are built, and
 ``start`` hides it from them.
 """
 
@@ -50,15 +50,15 @@ _ANY_MODEL: dict[str, Any] = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64},
     **{"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 512, "torch_dtype": "bfloat16"},
 }
-"""SGLang needs a model to resolve its arguments. Any will do, because none is served."""
+"""SGLang needs a model to resolve its arguments. Any model works, because none is served."""
 
 _SHAPELESS: dict[str, Any] = {
     **{"pad_token_id": 0, "hidden_act": "silu", "rope_theta": 1e4, "attention_dropout": 0.0, "initializer_range": 0.02},
     **dict.fromkeys(("rms_norm_eps", "layernorm_epsilon"), 1e-6),
     **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid", "rope_scaling": None},
 }
-"""Config values that SGLang's classes read, and that the checkpoint's own config class would have as defaults. No shape depends
-on these; if any other value is missing, the model is not built."""
+"""Config values that SGLang's classes read and the checkpoint's own config class would default. No shape depends on them. If
+any other value is missing, building fails."""
 
 _FILES = ("config.json", "hf_quant_config.json")
 
@@ -70,7 +70,7 @@ class _Models(Mapping[str, Any]):
         self.files = model_files()
 
     def __getitem__(self, name: str) -> Any:
-        with torch.device("cpu"):  # some files compute with tensors as they are imported
+        with torch.device("cpu"):  # some files compute with tensors at import
             found = getattr(importlib.import_module(f"sglang.srt.models.{self.files[name]}"), name)
         if dots3 := sys.modules.get("sglang.srt.models.dots3_common.modeling"):
             vars(dots3)["_require_cuda"] = lambda: None
@@ -107,11 +107,11 @@ def start() -> None:
 
 class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
-        """A stream without a device."""
+        """A replacement for ``torch.cuda.Stream`` without a device."""
 
 
 def _see_no_machine() -> None:
-    """Answer SGLang's queries about the machine as a recent GPU would, because some classes support nothing else."""
+    """Answer SGLang's queries about the machine like a recent GPU, because some classes support nothing else."""
     kernels = types.ModuleType("vllm._custom_ops")
     vars(kernels)["rotary_embedding"] = None
     sys.modules.update({"vllm": types.ModuleType("vllm"), kernels.__name__: kernels})
@@ -127,16 +127,15 @@ def _see_no_machine() -> None:
 
 
 def described(folder: Path, **given: str | None) -> ModelShape:
-    """The shape of the model that ``folder`` configures, as a server holds it that is ``given`` these arguments of
-    ``ModelConfig``.
+    """The shape of the model that ``folder`` configures, as a server would hold it. ``given`` are arguments of ``ModelConfig``.
 
-    A checkpoint with its own code has its own config class, whose code does not run. If the class of the same model type in
-    transformers or SGLang does not fit, the config is read as it stands."""
+    The code of a checkpoint, including its config class, does not run. If the class of the same model type in transformers or
+    SGLang does not fit, the config is read verbatim."""
     try:
         return _described(folder, given)
     except NoExperts:
         raise
-    except Exception as error:  # of any type, from a model's class; raised below if the second attempt fails too
+    except Exception as error:  # a model's class may raise any type; re-raised below if the second attempt also fails
         model_type = json.loads((folder / "config.json").read_text()).get("model_type")
         if not model_type:
             raise
@@ -171,7 +170,7 @@ def _shape(
     draft: CountedLayer | None,
     drafts: int,
 ) -> ModelShape:
-    """``plain``: without quantisation, to count weights; ``served``: as quantised, to count bytes."""
+    """``plain`` is the unquantised model, for counting weights. ``served`` is the quantised one, for counting bytes."""
     layers = tuple(
         layer.shape(index, counted.sums["parameters"])
         for index, (layer, counted) in enumerate(zip(served.layers, plain.layers, strict=True))
@@ -232,7 +231,7 @@ def _scale_block(config: ModelConfig) -> int:
 
 
 def _read(folder: str, given: Mapping[str, Any], draft: bool = False) -> ModelConfig:
-    """The config as SGLang reads it, with the RoPE base, on which no shape depends, where SGLang's classes expect it."""
+    """The config as SGLang reads it, with the RoPE base where SGLang's classes expect it. No shape depends on the base."""
     read = ModelConfig(folder, trust_remote_code=False, is_draft_model=draft, **given)
     for config in (read.hf_config, read.hf_text_config):
         if getattr(config, "rope_parameters", None) is None and (base := getattr(config, "rope_theta", None)):
@@ -245,7 +244,7 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
     with _default_dtype(config.dtype), get_model().override(model_path=config.model_path):
         method = loader._get_quantization_config(config, load) if quantised else None
         if isinstance(method, Fp8Config):
-            # Else layers are built in the checkpoint's type, and have that of the method once they are loaded.
+            # Otherwise layers are built in the checkpoint's dtype and get the method's only after loading.
             method.is_checkpoint_fp8_serialized = True
         while True:
             try:
@@ -258,14 +257,14 @@ def _built(config: ModelConfig, quantised: bool) -> torch.nn.Module:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Replaces operations that some towers run while they are built and that fail without memory: they read computed numbers,
-    and move modules to another device."""
+    """Replaces operations that some towers run during construction and that fail without memory: reading computed values, and
+    moving modules to another device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.linspace:
             kwargs["device"] = "cpu"
-        if kwargs.get("device") == "cuda":  # LongCat's n-grams: numbers of rows, which its class reads
+        if kwargs.get("device") == "cuda":  # LongCat's n-grams: its class reads these row counts
             kwargs["device"] = "cpu"
         if func is torch.Tensor.to and args[0].is_meta:
             _, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
@@ -296,9 +295,9 @@ def _copy_without_code(folder: Path, copy: Path) -> None:
 
 
 def _make_known(config: dict[str, Any]) -> None:
-    """Make transformers read a config as it stands if its class is part of the checkpoint's own code."""
+    """Make transformers read a config verbatim if its class is part of the checkpoint's code."""
     model_type = config.get("model_type")
-    importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's own
+    importlib.import_module("sglang.srt.utils.hf_transformers_utils")  # registers SGLang's config classes
     if not isinstance(model_type, str) or not model_type or model_type in CONFIG_MAPPING:
         return
     _read_as_stated(model_type)

@@ -1,4 +1,4 @@
-"""What a model's KV cache and states take, by SGLang's ``ModelConfig``, as its pools are sized (``pool_configurator``)."""
+"""The shape of a model's KV cache and states from SGLang's ``ModelConfig``, as its pools size them (``pool_configurator``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_uvm_offload.plan.kv_cache import KvShape
 
 
 def kv_of(config: ModelConfig, num_layers: int) -> KvShape:
-    """``num_layers``: decoder layers of the model."""
+    """``num_layers`` is the number of decoder layers."""
     latent = config.attention_arch == AttentionArch.MLA
     sparse = latent and is_deepseek_dsa(config.hf_config)
     heads, width = config.get_num_kv_heads(1), config.head_dim + config.v_head_dim

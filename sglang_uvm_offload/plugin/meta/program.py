@@ -1,7 +1,7 @@
-"""A program that builds a model from its config.json with SGLang's own class, without weights, memory or a GPU, and prints its
-shape: ``python -m sglang_uvm_offload.plugin.meta.program FOLDER...``.
+"""Builds a model from its config.json with SGLang's own class, without weights, memory or a GPU, and prints its shape:
+``python -m sglang_uvm_offload.plugin.meta.program FOLDER...``.
 
-It runs as a separate process, because its changes to SGLang, and to what SGLang sees of the machine, would break a server.
+It runs as a separate process, because its patches to SGLang and to SGLang's view of the machine would break a server.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import msgspec
 from sglang_uvm_offload.plan.safetensors_header import NoExperts
 
 MORE_MEMORY = 8 << 30
-"""Address space that building may take beyond what SGLang has once it is imported. A model takes some megabytes."""
+"""Address space for building, beyond what the imported SGLang uses. A model takes some megabytes."""
 
 
 def main() -> None:
-    """For each folder on the command line, which holds a model's configuration and, in ``arguments.json``, those of
-    ``ModelConfig``, print one line of JSON: a ``ModelShape``, or the ``error`` with which SGLang fails to build the model.
-    Output of libraries goes to standard error."""
+    """Print one line of JSON per folder on the command line: a ``ModelShape``, ``dense`` for a model without experts, or the
+    ``error`` that SGLang raised while building. A folder holds a model's configuration and the arguments of ``ModelConfig``
+    (``arguments.json``). Library output goes to standard error."""
     out = os.dup(1)
     os.dup2(2, 1)
-    gc.disable()  # the imports make millions of objects, and free none: collecting takes a quarter of their time
+    gc.disable()  # the imports create millions of objects and free none: collecting would take a quarter of the time
     _prepare_environment()
     from sglang_uvm_offload.plugin.meta import build
 
@@ -56,8 +56,8 @@ def _limit_memory() -> None:
 
 
 def _prepare_environment() -> None:
-    """Call this before SGLang is imported: hides GPUs, the network and SGLang's settings, of which it makes some itself for a
-    launch's GPUs, and defers the import of model files. The shape is kept whatever the environment."""
+    """Hide GPUs, the network and SGLang's settings, and defer the import of model files. Call this before importing SGLang.
+    SGLang sets some of these variables itself for a launch's GPUs; the shape must not depend on the environment."""
     spec = find_spec("sglang")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     models = [file.stem for folder in folders for file in Path(folder, "srt", "models").glob("*.py")]

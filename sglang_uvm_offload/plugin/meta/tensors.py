@@ -1,5 +1,4 @@
-"""Classifies the parameters of an SGLang model by the classes of its modules: how ranks shard them, and which are routed
-experts."""
+"""Classifies the parameters of an SGLang model by module class: how ranks shard them, and which are routed experts."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from sglang_uvm_offload.plan.safetensors_header import NoExperts
 
 _ATTENTION = (RadixAttention, RadixLinearAttention, MambaMixer2)
 _SHARED = re.compile(r"shared_(expert|mlp)|\.shared\b")
-"""Shared experts: every token uses them."""
+"""Shared experts, which every token uses."""
 _TOWER = re.compile(r"vis(ual|ion)|audio|tower|projector|mm_proj")
 
 
 @dataclass
 class Counted:
-    """The tensors of a model: bytes on a single rank, and ``…_parameters``, the number of weights."""
+    """The tensors of a model: bytes on a single rank, and the number of weights in ``…_parameters``."""
 
     layers: list[CountedLayer]
     tables: list[LookupTable]
@@ -51,7 +50,7 @@ class CountedLayer:
     experts: int
     top_k: int
     expert_size: int
-    """Hidden units of an expert, of weights that are not packed."""
+    """Hidden units of an expert, counted from unpacked weights."""
 
     def shape(self, index: int, parameters: int) -> LayerShape:
         kinds = {kind: self.sums[kind] for kind in ("expert_bytes", "attention", "keys_values", "feed_forward", "replicated")}
@@ -59,7 +58,7 @@ class CountedLayer:
 
 
 def counted(model: torch.nn.Module, top_k: int | None, hidden: int) -> Counted:
-    """The decoder layers of ``model`` and everything outside them. ``top_k``: from the config, for layers that have none."""
+    """Count the decoder layers of ``model`` and everything outside them. ``top_k`` is the config's, for layers without one."""
     name, layers = _decoder_layers(model)
     out = Counted([counted_layer(layer, top_k, hidden) for layer in layers], _tables(model, name))
     owner = f"{name.rpartition('.')[0]}.".lstrip(".")
@@ -80,7 +79,7 @@ def counted(model: torch.nn.Module, top_k: int | None, hidden: int) -> Counted:
 
 
 def _tables(model: torch.nn.Module, layers: str) -> list[LookupTable]:
-    """The tables of which a token reads a few rows."""
+    """The lookup tables, from which a token reads only a few rows."""
     sums: Counter[tuple[int, str]] = Counter()
     for path, _, _, parameter in _parameters(model):
         if kind := kind_of(path):
@@ -90,7 +89,7 @@ def _tables(model: torch.nn.Module, layers: str) -> list[LookupTable]:
 
 
 def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The path and the module list with the most routed experts; the outermost one if several are equal."""
+    """The module list with the most routed experts (the outermost of equals), and its path."""
     lists = [(name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
     held = [sum(isinstance(part, FusedMoE) for part in parts.modules()) for _, parts in lists]
     if not any(held):
@@ -99,8 +98,8 @@ def _decoder_layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
 
 
 def counted_layer(layer: torch.nn.Module, top_k: int | None, hidden: int) -> CountedLayer:
-    """One decoder layer, or a draft model without the embedding and the head that it shares with the target. If it has several
-    sets of routed experts, such as one for images, text tokens use the first."""
+    """Count one decoder layer, or a draft model without the embedding and head that it shares with the target. If a layer has
+    several sets of routed experts, such as one for images, text tokens use the first."""
     routed = [part for part in layer.modules() if isinstance(part, FusedMoE)]
     sums: dict[str, int] = defaultdict(int)
     parts: dict[str, ExpertPart] = {}
@@ -129,16 +128,16 @@ def counted_layer(layer: torch.nn.Module, top_k: int | None, hidden: int) -> Cou
 
 
 def _loaded(module: FusedMoE, parameter: torch.nn.Parameter) -> bool:
-    """Whether the checkpoint contains the parameter. SGLang also has parameters that it derives from loaded ones. Models of the
-    transformers library load all parameters, without per-parameter loaders."""
+    """Whether the parameter is in the checkpoint, not derived by SGLang from loaded ones. Models of the transformers library
+    load all parameters, without per-parameter loaders."""
     return hasattr(parameter, "weight_loader") or not any(hasattr(one, "weight_loader") for one in module.parameters())
 
 
 def _add_experts(
     sums: dict[str, int], parts: dict[str, ExpertPart], name: str, parameter: torch.nn.Parameter, module: FusedMoE
 ) -> None:
-    """Add a parameter with a row for each expert, shared ones last. If a layer has several sets of experts, the largest expert
-    counts. SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
+    """Add a parameter with one row per expert, shared ones last. Of several sets of experts, the largest expert counts.
+    SGLang's ``w13_weight_scale`` is the planner's ``w13.weight_scale``."""
     rows, fused = parameter.shape[0], int(module.num_fused_shared_experts)
     one, weights = parameter.nbytes // rows, parameter.numel() // rows
     name = name.replace("_", ".", 1)
@@ -152,8 +151,8 @@ def _add_experts(
 
 
 def _is_split(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether ranks divide an expert's part of this shape. They divide its hidden units, so tensors of the gate's and up
-    projection's inputs, of the down projection's outputs, and single values, are whole on each rank."""
+    """Whether ranks shard an expert's part of this shape. They shard its hidden units, so each rank holds whole tensors for the
+    inputs of the gate and up projections, for the outputs of the down projection, and for single values."""
     if math.prod(shape) <= 1:
         return False
     if "g_idx" in name:
@@ -162,12 +161,12 @@ def _is_split(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _top_k(module: FusedMoE, stated: int | None) -> int:
-    """The top-k of the routed experts only."""
+    """Top-k without shared experts."""
     return (stated or 0) if module.top_k is None else module.top_k - module.num_fused_shared_experts
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Parameter]]:
-    """Each parameter once, with its full name, its module and its name there. Tied parameters appear with one module."""
+    """Each parameter once: its full name, its module, its name there, and itself. Tied parameters appear with one module."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -183,7 +182,7 @@ def _vocabulary(module: torch.nn.Module) -> str:
 
 
 def _divisions(layer: torch.nn.Module, path: str, module: torch.nn.Module) -> dict[str, float]:
-    """The share of a parameter of ``module`` that counts towards each field of ``LayerShape``, by how ranks shard it."""
+    """The shares of a parameter of ``module`` that count towards each field of ``LayerShape``, by how ranks shard it."""
     if isinstance(module, QKVParallelLinear):
         queries = module.total_num_heads * module.head_size
         keys_values = module.total_num_kv_heads * (module.head_size + module.v_head_size)
@@ -194,8 +193,8 @@ def _divisions(layer: torch.nn.Module, path: str, module: torch.nn.Module) -> di
 
 
 def _attends(layer: torch.nn.Module, path: str) -> bool:
-    """Whether the module with the linear layer at ``path`` also contains the attention; for a decoder layer, as a direct
-    child."""
+    """Whether the module that owns the linear layer at ``path`` also contains the attention. For a decoder layer, only direct
+    children count."""
     owner = path.rpartition(".")[0].rpartition(".")[0]
     holder = layer.get_submodule(owner)
     parts = holder.modules() if owner else [holder, *holder.children()]
