@@ -1,1 +1,1 @@
-"""Unified memory (the ``Memory`` protocol), the layout of experts in its blocks, and the available host RAM."""
+"""Unified memory (the ``Memory`` protocol), the block layout of experts, and the available host RAM."""

@@ -1,4 +1,4 @@
-"""What servers have measured of the links of this machine's GPUs, kept for later launches and for plans."""
+"""Saved link measurements of this machine's GPUs, for later launches and for plans."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_uvm_offload.memory.link import MeasuredLink
 
 FOLDER = "links"
 LARGEST = 1 << 20
-"""Bytes of a file, at most."""
+"""The largest file that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class KeptLink:
-    """``gpus``: the ids of those that were measured at the same time. ``at``: in seconds since 1970."""
+    """A saved measurement. ``gpus`` are the ids of the GPUs measured together, ``at`` the time in seconds since the epoch."""
 
     gpus: tuple[str, ...]
     at: float
@@ -28,15 +28,15 @@ class KeptLink:
 
 
 def keep(gpus: Collection[str], link: MeasuredLink) -> None:
-    """In place of what was kept of the same GPUs. Raises ``OSError``."""
+    """Save a measurement, replacing an older one of the same GPUs. Raises ``OSError``."""
     kept = KeptLink(tuple(sorted(gpus)), time.time(), link)
     name = hashlib.sha256(" ".join(kept.gpus).encode()).hexdigest()[:20]
     cache.replace(cache.private_folder(FOLDER) / f"{name}.json", msgspec.json.encode(kept))
 
 
 def kept(gpus: Collection[str], ranks: int) -> KeptLink | None:
-    """What was measured of ``gpus``, or some of them, by the number of ranks that is nearest to ``ranks``; of two the larger,
-    of the same the newest. None if nothing was. A damaged file counts as none."""
+    """The measurement of ``gpus``, or of some of them, whose number of ranks is nearest to ``ranks``: the larger of two equally
+    near, then the newest. None if there is none. Damaged files are ignored."""
     try:
         files = list(cache.private_folder(FOLDER).glob("*.json"))
     except OSError:

@@ -1,11 +1,11 @@
-"""The layout of one tensor's experts in blocks: the only module that does block arithmetic.
+"""The layout of one tensor's experts in blocks. All block arithmetic is in this module.
 
-A tensor ``[E, ...]`` begins on a 2 MiB boundary, expert after expert without padding, so kernels without a stride argument keep
-working. A block that two experts share serves both, or neither. No block holds experts of two layers.
+A tensor ``[E, ...]`` begins on a 2 MiB boundary and stores its experts without padding, so kernels without a stride argument
+keep working. Two experts that share a block are resident there together or not at all. No block holds experts of two layers.
 
-Residency is by the block because the driver's is: advice whose edges are not on blocks splits them, and a split block is
-neither reclaimed when its pages have moved to the host nor kept in order of use (``uvm_va_range.c:1243``,
-``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:2089`` of NVIDIA's open kernel modules, 580.95.05).
+Residency is per block because the driver's is. Advice that does not end on block boundaries splits blocks, and a split block is
+neither reclaimed after its pages moved to the host nor kept in LRU order (``uvm_va_range.c:1243``, ``uvm_va_block.c:3515``,
+``uvm_pmm_gpu.c:2089`` of NVIDIA's open kernel modules, 580.95.05).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
 PAGE_BYTES = 64 << 10
-"""The smallest page that the GPU maps with a large entry. Experts below it stay in plain VRAM."""
+"""The smallest page with a large GPU page table entry. Smaller experts stay in plain VRAM."""
 
 BLOCK_BYTES = 2 << 20
 """The unit that the driver allocates, maps with one entry, and evicts (``uvm_va_block``)."""
 
 MOVE_BYTES = 16 << 20
-"""The most that is on its way at a time. The driver moves a span of several blocks in two passes: the first unmaps and copies
-every block, the second maps them again (``uvm_migrate.c``, ``uvm_migrate``). A kernel that reads a block between the two
-waits for a fault. A span in one block takes one pass."""
+"""The most bytes moved at a time. The driver moves a span of several blocks in two passes: the first unmaps and copies every
+block, the second maps them again (``uvm_migrate.c``, ``uvm_migrate``). A kernel that reads a block in between faults and waits.
+A span within one block takes a single pass."""
 
 
 def round_up(nbytes: int, unit: int) -> int:
@@ -36,7 +36,7 @@ def round_up(nbytes: int, unit: int) -> int:
 
 
 def whole_blocks(nbytes: int) -> int:
-    """The bytes that a range takes: whole blocks, so no two tensors share one."""
+    """``nbytes`` rounded up to whole blocks, because no two tensors share one."""
     return round_up(nbytes, BLOCK_BYTES)
 
 
@@ -44,24 +44,26 @@ def whole_blocks(nbytes: int) -> int:
 class ExpertLayout:
     """``num_experts`` experts of ``expert_bytes`` bytes each, in order, from offset 0 of a managed range.
 
-    Neighbouring blocks that hold parts of the same experts form an *extent*: they are worth the same, so they move together.
-    Arrays are ``[extents]``, or ``[parts]``: a part is the bytes of one expert in one extent, in order of their offsets.
+        ExpertLayout(num_experts=128, expert_bytes=3 << 20).spans(extents)
+
+    Neighbouring blocks that hold parts of the same experts form an *extent*. They are equally valuable, so they move together.
+    A *part* is the bytes of one expert in one extent. Arrays are ``[extents]`` or ``[parts]``, ordered by offset.
     """
 
     num_experts: int
     expert_bytes: int
     block_bytes: int = BLOCK_BYTES
     group: int = 1
-    """So many experts are whole blocks, and one extent; 1: extents are as small as blocks allow."""
+    """The number of experts that fill whole blocks and form one extent. With 1, extents are as small as blocks allow."""
 
     @classmethod
     def grouped(cls, num_experts: int, expert_bytes: int, block_bytes: int, group: int) -> ExpertLayout:
-        """With groups, if their experts are whole blocks."""
+        """A layout in groups of ``group`` experts, if those fill whole blocks; else without groups."""
         return cls(num_experts, expert_bytes, block_bytes, 1 if group * expert_bytes % block_bytes else group)
 
     @property
     def nbytes(self) -> int:
-        """Of the experts."""
+        """The bytes of all experts."""
         return self.num_experts * self.expert_bytes
 
     @property
@@ -75,7 +77,7 @@ class ExpertLayout:
 
     @cached_property
     def extent_bytes(self) -> np.ndarray:
-        """int64: what each extent takes in VRAM, in whole blocks."""
+        """int64: the VRAM bytes of each extent, in whole blocks."""
         return np.diff(self._edges)
 
     @cached_property
@@ -91,7 +93,7 @@ class ExpertLayout:
         return np.diff(self._cuts)
 
     def holding(self, experts: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: those that hold a byte of an expert in ``experts`` (``bool[num_experts]``)."""
+        """``bool[extents]``: the extents with any byte of ``experts`` (``bool[num_experts]``)."""
         if experts.shape != (self.num_experts,):
             raise ValueError(f"experts has shape {experts.shape}, not ({self.num_experts},)")
         held = np.zeros(self.num_extents, dtype=bool)
@@ -105,11 +107,11 @@ class ExpertLayout:
         return found.astype(np.int64)
 
     def taken_by(self, extents: np.ndarray) -> int:
-        """Bytes of VRAM that ``extents`` (``bool[extents]``) take."""
+        """The VRAM bytes of ``extents`` (``bool[extents]``)."""
         return int(self.extent_bytes[extents].sum())
 
     def budget(self, num_experts: int) -> int:
-        """Bytes of VRAM that any choice of ``num_experts`` residents may take: what the first ones take."""
+        """The VRAM budget in bytes for ``num_experts`` residents, whichever they are: what the first ones take."""
         return round_up(num_experts * self.expert_bytes, self.block_bytes)
 
     def spans(self, extents: np.ndarray) -> list[Span]:
@@ -119,20 +121,20 @@ class ExpertLayout:
         return [Span(int(self._edges[a]), int(ends[b] - self._edges[a])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
     def blocks(self, extents: np.ndarray) -> np.ndarray:
-        """int64: the offsets of the blocks of the marked extents (``bool[extents]``)."""
+        """int64: the block offsets of the marked extents (``bool[extents]``)."""
         return np.arange(0, self.nbytes, self.block_bytes)[self.block_mask(extents)]
 
     def block_mask(self, extents: np.ndarray) -> np.ndarray:
-        """``bool[blocks]``: those of the marked extents (``bool[extents]``)."""
+        """``bool[blocks]``: the blocks of the marked extents (``bool[extents]``)."""
         return np.repeat(extents, self.extent_bytes // self.block_bytes)
 
     def whole(self, blocks: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: those of which all blocks are in ``blocks`` (``bool[blocks]``)."""
+        """``bool[extents]``: the extents whose blocks are all in ``blocks`` (``bool[blocks]``)."""
         return np.logical_and.reduceat(blocks, self._edges[:-1] // self.block_bytes)
 
     @cached_property
     def _edges(self) -> np.ndarray:
-        """The offset at which each extent begins, and the end of the last block."""
+        """The begin of each extent, then the end of the last block."""
         begins, unit = np.arange(0, self.nbytes, self.block_bytes), self.group * self.expert_bytes
         assert self.group == 1 or unit % self.block_bytes == 0, self
         first = begins // unit
@@ -142,51 +144,50 @@ class ExpertLayout:
 
     @cached_property
     def _cuts(self) -> np.ndarray:
-        """The offset at which each part begins, and the end of the last expert."""
+        """The begin of each part, then the end of the last expert."""
         experts = np.arange(self.num_experts + 1) * self.expert_bytes
         return np.union1d(self._edges[:-1], experts)
 
 
 MOST_ROWS = 8192
-"""Rows of one layer at most, where it has fewer experts: address space, of which CUDA's managed ranges have 128 TiB."""
+"""The most rows of a layer with fewer experts. Rows take address space, of which CUDA's managed ranges have 128 TiB."""
 SMALL_ALIGNMENT = 16
-"""Where experts below ``PAGE_BYTES`` may begin. Triton compiles kernels anew for addresses that are no multiples of it."""
+"""The alignment of experts below ``PAGE_BYTES``. Triton recompiles kernels for addresses that are not multiples of it."""
 
 
 def whole_rows(sizes: Iterable[tuple[int, int]]) -> int:
-    """The fewest rows that take whole units in every kind of tensor, each a (bytes of a row, bytes of a unit)."""
+    """The fewest rows that fill whole units in every kind of tensor, given as (row bytes, unit bytes)."""
     return math.lcm(*(unit // math.gcd(nbytes, unit) for nbytes, unit in sizes))
 
 
 def rows_a_layer(num_experts: int, expert_bytes: Iterable[int], block_bytes: int) -> int | None:
-    """The fewest rows from one layer's first expert to the next layer's with which no block holds experts of two layers, in
-    ranges of all layers that have rows of these sizes, a kind of tensor each. None if that takes too many."""
+    """The fewest rows per layer with which no block holds experts of two layers, in ranges that span all layers. There is one
+    range per entry of ``expert_bytes``, the row size of a kind of tensor. None if that takes too many rows."""
     units = [(nbytes, block_bytes if nbytes >= PAGE_BYTES else SMALL_ALIGNMENT) for nbytes in expert_bytes]
     rows = round_up(num_experts, whole_rows(units))
     return rows if rows <= max(num_experts, MOST_ROWS) else None
 
 
 MOST_GROUPED, GROUPED_BLOCKS = 8, 2
-"""Experts of a group at most, and blocks of each in a tensor at most. Of larger experts less is in VRAM in part, and their
-groups lose or gain by what else is in VRAM (benchmarks/results/blocks/blocks.md)."""
+"""The most experts of a group, and the most blocks of each in a tensor. Larger experts are less often partly resident, and
+whether groups help them depends on what else is in VRAM (benchmarks/results/blocks/blocks.md)."""
 
 
 def experts_of_a_group(routed: int, expert_bytes: Sequence[int], block_bytes: int) -> int:
-    """How many of a layer's ``routed`` experts are whole blocks in all of its tensors, where residents pay by as many; else
-    1."""
+    """The number of a layer's ``routed`` experts that fill whole blocks in all of its tensors; 1 if groups do not pay off."""
     group = whole_rows((nbytes, block_bytes) for nbytes in expert_bytes)
     pays = group <= MOST_GROUPED and max(expert_bytes, default=0) <= GROUPED_BLOCKS * block_bytes
     return group if pays and routed % group == 0 else 1
 
 
 def enclosing(span: Span, block_bytes: int, range_bytes: int) -> Span:
-    """The blocks of a range that hold a byte of ``span``."""
+    """The blocks of a range that contain ``span``."""
     begin = span.offset // block_bytes * block_bytes
     return Span(begin, min(round_up(span.end, block_bytes), range_bytes) - begin)
 
 
 def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """The bytes of ``spans``, in order, in batches of at most ``MOVE_BYTES`` of whole blocks. Spans are cut between blocks."""
+    """Split ``spans``, in order and between blocks, into batches of at most ``MOVE_BYTES`` in whole blocks."""
     batch: list[Span] = []
     room = MOVE_BYTES // BLOCK_BYTES
     for span in spans:
@@ -207,19 +208,19 @@ def batches(spans: Sequence[Span]) -> Iterator[list[Span]]:
 def check_inside(managed: ManagedRange, span: Span) -> None:
     """Raise ``ValueError`` unless the span is a non-empty run of bytes inside ``managed``."""
     if span.nbytes <= 0 or span.offset < 0 or span.end > managed.nbytes:
-        raise ValueError(f"{span} is not inside {managed.name}, which has {managed.nbytes} bytes")
+        raise ValueError(f"{span} is empty or outside {managed.name}, which has {managed.nbytes} bytes")
 
 
 def check_block(managed: ManagedRange, offset: int, block_bytes: int) -> None:
     """Raise ``ValueError`` unless a block of ``managed`` begins at ``offset``."""
     if not 0 <= offset < managed.nbytes or offset % block_bytes:
-        raise ValueError(f"{managed.name} has {managed.nbytes} bytes, and no block of {block_bytes} begins at {offset}")
+        raise ValueError(f"no block of {block_bytes} bytes begins at {offset} in {managed.name} ({managed.nbytes} bytes)")
 
 
 def check_spans(managed: ManagedRange, spans: Sequence[Span], block_bytes: int) -> None:
-    """Raise ``ValueError`` unless every span is a non-empty run of whole blocks inside ``managed`` (the end of the range may
-    cut its last block short)."""
+    """Raise ``ValueError`` unless every span is a non-empty run of whole blocks inside ``managed``, whose last block may be cut
+    short by the end of the range."""
     for span in spans:
         check_inside(managed, span)
         if span.offset % block_bytes or (span.end % block_bytes and span.end != managed.nbytes):
-            raise ValueError(f"{span} of {managed.name} does not begin and end on blocks of {block_bytes} bytes")
+            raise ValueError(f"{span} of {managed.name} is not aligned to blocks of {block_bytes} bytes")

@@ -1,4 +1,4 @@
-"""Populates managed memory in host RAM on a thread of its own, while a model is built and its checkpoint read."""
+"""Populates managed memory in host RAM on a background thread, while a model is built and its checkpoint is read."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from sglang_uvm_offload.memory.layout import batches, whole_blocks
 from sglang_uvm_offload.memory.protocol import ManagedRange, Span
 
 Populate = Callable[[ManagedRange, Sequence[Span]], None]
-"""Populates spans of a range, and returns when they are there."""
+"""Populates spans of a range and returns when they are in memory."""
 
 
 @dataclass
 class _Left:
-    """What is left to populate of a range."""
+    """The rest of a range that is still to be populated."""
 
     managed: ManagedRange
     owner: Callable[[], object | None]
     pieces: deque[list[Span]] = field(default_factory=deque)
-    """What one call populates each: few bytes, because calls for other memory wait for it in the driver."""
+    """One call populates one piece. Pieces are small, because driver calls for other memory wait for them."""
     nbytes: int = 0
-    """Of the pieces, and of the one under way."""
+    """The bytes of all pieces, including the current one."""
 
 
 class Populating:
-    """A queue, and a thread that lives while something is in it: several threads that prefetch populate more slowly than
-    one (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log). It is a daemon, so no exit of the process waits for it."""
+    """A queue and a thread that runs while the queue is not empty. There is one thread because several prefetching threads
+    populate more slowly (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log). It is a daemon, so process exit does not wait
+    for it."""
 
     def __init__(self, populate: Populate, begin: Callable[[], None] = lambda: None):
         """``begin`` prepares the thread."""
@@ -37,16 +38,17 @@ class Populating:
         self._begin = begin
         self._process = os.getpid()
         self._changed = threading.Condition()
-        """Guards what follows. Nothing that frees a range takes it, because a range may be freed on any thread."""
+        """Guards the fields below. Code that frees a range must not take it, because a range may be freed on any thread."""
         self._queue: dict[ManagedRange, _Left] = {}
-        """In the order of their turns, the one whose piece is under way included."""
+        """The ranges in order of their turn, including the one being populated."""
         self._at_work: tuple[_Left, list[Span]] | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def add(self, managed: ManagedRange, owner: Callable[[], object | None], spans: Sequence[Span]) -> None:
-        """``owner``: a weak reference to what keeps the range. The thread keeps it for one piece at a time: a range that is
-        freed is populated no further, as its address may be another one's by then. Raises as ``check`` does."""
+        """Queue ``spans`` of a range. ``owner`` is a weak reference to whatever keeps the range alive, which the thread holds
+        for one piece at a time. A freed range is not populated further, because its address may have been reused. Raises like
+        ``check``."""
         with self._changed:
             self.check()
             if not spans:
@@ -60,19 +62,19 @@ class Populating:
                 self._thread = thread
 
     def check(self) -> None:
-        """Raise the failure that ended the thread, if one did."""
+        """Raise the failure that ended the thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def wait(self) -> None:
-        """Until nothing is left to populate. Raises as ``check`` does."""
+        """Wait until the queue is empty. Raises like ``check``."""
         if not self._inherited():
             with self._changed:
                 self._changed.wait_for(lambda: self._thread is None)
         self.check()
 
     def wait_for(self, managed: ManagedRange) -> None:
-        """Until nothing of this range is left, which comes next. Raises as ``check`` does."""
+        """Populate this range next and wait until it is done. Raises like ``check``."""
         if not self._inherited() and managed in self._queue:
             with self._changed:
                 if (left := self._queue.pop(managed, None)) is not None:
@@ -81,7 +83,7 @@ class Populating:
         self.check()
 
     def drop(self) -> None:
-        """Forget the queue. The thread ends with its piece; this does not wait for it."""
+        """Clear the queue without waiting. The thread ends after its current piece."""
         if not self._inherited():
             with self._changed:
                 self._forget()
@@ -95,12 +97,12 @@ class Populating:
 
     @property
     def nbytes(self) -> int:
-        """Host RAM that is still to be taken, at most: whoever writes first takes it first."""
+        """An upper bound on the host RAM still to be taken: a page that was written meanwhile is already there."""
         with self._changed:
             return sum(left.nbytes for left in self._queue.values() if left.owner() is not None)
 
     def _inherited(self) -> bool:
-        """Whether this is a forked child, which has no such thread, and perhaps a lock that nobody gives back."""
+        """Whether this is a forked child, which has no such thread, and perhaps a lock that is never released."""
         return os.getpid() != self._process
 
     def _run(self) -> None:
@@ -108,7 +110,7 @@ class Populating:
             self._begin()
             while (work := self._next()) is not None:
                 self._work_on(*work)
-        except Exception as failure:  # noqa: BLE001 -- whoever waits raises it
+        except Exception as failure:  # noqa: BLE001 -- raised in the waiting threads
             with self._changed:
                 self._failure = failure
                 self._forget()
@@ -120,10 +122,10 @@ class Populating:
             if owner is not None:
                 self._populate(left.managed, spans)
         finally:
-            del owner  # before anyone is told: then the range is as free as its tensors have it, also after a failure
+            del owner  # before notifying waiters, so that this thread does not keep the range alive, even after a failure
 
     def _next(self) -> tuple[_Left, list[Span]] | None:
-        """None: nothing is left, and the thread ends."""
+        """The next piece; None if the queue is empty and the thread ends."""
         with self._changed:
             if self._at_work is not None:
                 left, spans = self._at_work

@@ -37,7 +37,7 @@ def test_too_few_free_stretches_are_warned_of_with_the_remedy(tmp_path: Path) ->
     assert fragmentation(free, file) is None
     told = fragmentation(20 * GIB, file)
     assert told is not None
-    assert "is free in stretches of 2 MiB, for 20.00 GiB of offloaded experts" in told
+    assert "is free in blocks of 2 MiB, for 20.00 GiB of offloaded experts" in told
     assert "drop_caches" in told
     assert "compact_memory" in told
     assert fragmentation(20 * GIB, tmp_path / "none") is None

@@ -18,13 +18,13 @@ FAST = links.rates()
         (links.measured(), 0.0, []),
         (links.measured(engine=26.0, sequential=25.0, scattered=25.0), 55.0, ["the copy engine alone reaches 26.0 of 55 GB/s"]),
         (links.measured(engine=26.0, sequential=25.0, scattered=25.0), 0.0, []),
-        (links.measured(8, FAST, scattered=35.0), 55.0, ["8 GPUs share what one alone reads at 50.0 GB/s"]),
-        (links.measured(scattered=20.0), 55.0, ["neighbouring blocks are read at 51.0 GB/s, so translating addresses"]),
+        (links.measured(8, FAST, scattered=35.0), 55.0, ["8 GPUs share the 50.0 GB/s that one alone reads"]),
+        (links.measured(scattered=20.0), 55.0, ["neighbouring blocks are read at 51.0 GB/s, so address translation"]),
         (links.measured(sequential=35.0, scattered=35.0), 55.0, ["kernels read more slowly than the copy engine copies (54.0"]),
         (
             links.measured(4, links.rates(sequential=40.0, scattered=20.0), scattered=10.0),
             55.0,
-            ["4 GPUs share", "translating addresses", "kernels read more slowly"],
+            ["4 GPUs share", "address translation", "kernels read more slowly"],
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_one_rank_is_described_once_and_several_also_alone():
     one, four = links.measured().described(), links.measured(4, links.rates(scattered=49.0), scattered=35.0).described()
     assert one == "scattered reads 50.0 GB/s, sequential 51.0, copies by a kernel 50.0, by the copy engine 54.0"
     assert four.startswith("scattered reads 35.0 GB/s")
-    assert "4 at once; one alone scattered reads 49.0 GB/s" in four
+    assert "with 4 GPUs at once; one alone: scattered reads 49.0 GB/s" in four
 
 
 def test_the_verdict_names_what_was_expected_where_that_is_known():

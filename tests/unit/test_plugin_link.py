@@ -117,7 +117,7 @@ def test_a_rank_that_fails_holds_up_nobody_and_is_left_out(monkeypatch, tmp_path
     timers[0].fails = fails
     found = measured_by(monkeypatch, tmp_path, timers)
     assert [status.measured.ranks for status in found] == [3] * 4
-    assert "the link is not measured: no VRAM" in caplog.text
+    assert "cannot measure the link: no VRAM" in caplog.text
 
 
 def test_nothing_is_measured_where_no_rank_can(monkeypatch, tmp_path):
@@ -139,7 +139,7 @@ def test_what_was_measured_is_told_once_and_kept(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     (found, *_) = measured_by(monkeypatch, tmp_path, of_four(set()))
     assert caplog.text.count("this machine reads offloaded experts at 35.0 GB/s, 51.7 expected: scattered reads 35.0") == 1
-    assert caplog.text.count("slow: 4 GPUs share what one alone reads at 50.0 GB/s") == 1
+    assert caplog.text.count("slow: 4 GPUs share the 50.0 GB/s that one alone reads") == 1
     assert kept([f"gpu {rank}" for rank in range(4)], 4).link == found.measured
 
 
@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written_only_warns(monkeypatch, tmp_path, caplog
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     (found,) = measured_by(monkeypatch, tmp_path / "file", [Timer(set(), links.rates(), None)])
     assert found.measured.ranks == 1
-    assert "not kept for later launches" in caplog.text
+    assert "cannot save the measured link for later launches" in caplog.text
 
 
 def test_a_cpu_measures_nothing_and_waits_for_nobody(monkeypatch):

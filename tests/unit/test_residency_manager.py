@@ -172,7 +172,7 @@ def test_a_failed_move_serves_on_and_says_so_unless_a_kernel_failed(caplog, ends
     assert "injected" in rank_status(rank.manager).fault
     assert [r.levelname for r in caplog.records if "moving experts stopped" in r.getMessage()] == ["ERROR"]
     assert ("Serving goes on" in caplog.text) == (not ends)
-    assert ("SGLang will end" in caplog.text) == ends
+    assert ("SGLang will exit" in caplog.text) == ends
     assert rank.resident() == [[], [0, 1, 2], [0, 1, 2]], "what was demoted before the fault is known to be offloaded"
 
 
