@@ -1,1 +1,2 @@
-"""Copies of offloaded experts in VRAM: one layer ahead of a step with many tokens, or in slots that decode steps fill."""
+"""Copies of offloaded experts in VRAM: streamed one layer ahead in steps with many tokens, or in slots filled by decode
+steps."""

@@ -1,4 +1,4 @@
-"""The slots of one model on one rank: which layers have them, and what they must be told between steps."""
+"""The slots of one model on one rank: which layers have slots, and how slots follow the model between steps."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class LayerSlots:
-    """The slots of one layer, as the code that computes it finds them."""
+    """The slots of one layer, for the code that computes it."""
 
     def __init__(self, layer: ExpertLayer, served: SlotLayer, device: ExpertSlots, after: Callable[[], object] = tuple):
-        """``after``: called when the layer is resolved."""
+        """``after`` is called once the layer is resolved."""
         assert layer.pool is not None
         self.first_slot = served.first_slot
-        """Its row, counted from the layer's first."""
+        """The row of the first slot, counted from the layer's first row."""
         self.num_rows = layer.pool.num_rows
-        """From the first row of each of its tensors on."""
+        """Rows of each tensor, counted from the layer's first row."""
         self.row_bytes = {row.address: row.nbytes for row in served.rows}
-        """The bytes of a row, of the tensor at each address."""
+        """Bytes per row of the tensor at each address."""
         self.layer_id = layer.layer_id
         self._layer, self._device, self._after = layer, device, after
         self._rows: dict[int, torch.Tensor] = {}
@@ -56,15 +56,15 @@ class LayerSlots:
         return rows.as_strided((self.num_rows, *tensor.shape[1:]), tensor.stride(), tensor.storage_offset())
 
     def resolve(self, ids: torch.Tensor, lists: BlockLists, later: frozenset[int] = NO_TENSORS) -> None:
-        """As ``memory.slots.ExpertSlots.resolve``."""
+        """See ``memory.slots.ExpertSlots.resolve``."""
         self._device.resolve(self._layer.index, ids, lists, later)
         self._after()
 
     def align(
         self, ids: torch.Tensor, block_size: int, num_padded: int, later: frozenset[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Resolve few ``ids``, and return what an aligner does: the order, the blocks, and ``padded[num_padded]``. None, and
-        nothing is done, for more, or where slots make no lists."""
+        """Resolve up to ``MAX_ALIGNED`` ``ids`` and return an aligner's result: the order, the blocks and
+        ``padded[num_padded]``. Returns None and does nothing for more ids, or if slots cannot make lists."""
         pairs, rows = ids.numel(), ids.numel() * block_size
         if not self._device.aligns or not 0 < pairs <= MAX_ALIGNED:
             return None
@@ -73,12 +73,12 @@ class LayerSlots:
         return order, blocks, padded
 
     def await_fills(self) -> bool:
-        """As ``memory.slots.ExpertSlots.await_fills``."""
+        """See ``memory.slots.ExpertSlots.await_fills``."""
         return self._device.await_fills()
 
 
 class ModelSlots:
-    """All methods run on the thread that launches the model's steps."""
+    """The slots of one model. All methods run on the thread that launches its steps."""
 
     def __init__(
         self,
@@ -87,25 +87,25 @@ class ModelSlots:
         without: Callable[[ExpertLayer], str | None] = lambda layer: None,
         guess: Callable[[int, torch.Tensor], Guess | None] | None = None,
     ):
-        """``make``: the slots of the layers on the device, from the layers (None for one without) and the slots of each pool.
-        ``without``: why the code that computes a layer cannot use slots, None if it can. ``guess``: the experts of the layer at
-        an index, from the input ``[rows, width]`` of the layer before; None where there is nothing to guess from."""
+        """``make`` creates the device's slots from the layers (None for a layer without slots) and the number of slots per
+        pool. ``without`` returns why a layer's runner cannot use slots, None if it can. ``guess`` guesses the experts of the
+        layer at an index from the previous layer's input ``[rows, width]``; None if it cannot."""
         self.layers = layers
         self.reasons = [_without_slots(layer) or without(layer) for layer in layers]
-        """Of each layer, why it has no slots; None where it has."""
+        """Why each layer has no slots; None if it has."""
         self._pools = list(dict.fromkeys(layer.pool for layer in layers if layer.pool is not None))
         self._served = [None if why else self._slot_layer(layer) for layer, why in zip(layers, self.reasons, strict=True)]
         self._device = make(self._served, [pool.num_slots for pool in self._pools]) if any(self._served) else None
         self._room = self._rooms()
         self._guess = guess
         self._input: torch.Tensor | None = None
-        """Of the layer that is computed."""
+        """The input of the current layer."""
         self._at: dict[int, LayerSlots] = {}
         self._index_tensors()
         self._generations = [layer.generation for layer in layers]
         self._stale = False
         self._offloaded: list[np.ndarray] = []
-        """Of each layer ``offloaded_bytes_by_expert`` as the device knows it."""
+        """Each layer's ``offloaded_bytes_by_expert`` as last sent to the device."""
 
     @property
     def any(self) -> bool:
@@ -113,31 +113,31 @@ class ModelSlots:
         return self._device is not None
 
     def at(self, address: int) -> LayerSlots | None:
-        """The slots of the layer that has a tensor at this address; None for others, such as a stream buffer."""
+        """The slots of the layer that owns the tensor at this address; None for others, such as a stream buffer."""
         return self._at.get(address)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether ``begin_layer`` and ``end_layer`` are to be called."""
+        """Whether lookahead is on, so that ``begin_layer`` and ``end_layer`` must be called."""
         return self._guess is not None
 
     def begin_layer(self, hidden: torch.Tensor | None) -> None:
-        """A layer computes its experts from ``hidden[rows, width]``; None: from what no router sees."""
+        """Begin a layer that computes from ``hidden[rows, width]``; None if that is not a router's input."""
         self._input = hidden
 
     def end_layer(self, index: int) -> None:
-        """It has been given to the calling stream."""
+        """End the layer, whose work is now enqueued on the calling stream."""
         self._input = None
         if self._device is not None:
             self._device.end_layer(index)
 
     def gain(self) -> Gain | None:
-        """As ``memory.slots.ExpertSlots.gain``; None where nothing guesses any more."""
+        """See ``memory.slots.ExpertSlots.gain``; also None after guessing has stopped."""
         return None if self._device is None or self._guess is None else self._device.gain()
 
     def _look_ahead(self, index: int) -> None:
-        """The layer before is resolved. What fails ends guessing and nothing else: a model may have a router that is none of
-        those known."""
+        """Look ahead for a layer once the previous one is resolved. A failure ends only the guessing, because a model may have
+        an unknown kind of router."""
         hidden, self._input = self._input, None
         if self._guess is None or hidden is None or index >= len(self.layers) or self.reasons[index] is not None:
             return
@@ -149,42 +149,42 @@ class ModelSlots:
         except Exception as error:
             self._device.end_layer(index)
             self._guess = None
-            logger.exception("Expert offload: slots look ahead no more: %s: %s", type(error).__name__, error)
+            logger.exception("Expert offload: slot lookahead stopped: %s: %s", type(error).__name__, error)
 
     def bytes_written(self) -> None:
-        """Bytes of experts may have changed, or will before the next step: what slots hold is stale."""
+        """Mark the slots stale, because expert weights may have changed, or will before the next step."""
         self._stale = True
 
     def brings(self, index: int) -> bool:
-        """Whether steps that stream bring the offloaded experts of the layer at ``index`` into slots: where these hold those
-        of two layers, as one is computed while the next one's come."""
+        """Whether steps that stream copy the offloaded experts of the layer at ``index`` into slots. The pool must hold two
+        layers, because one is computed while the next one arrives."""
         return self.has_room(index) and bool(self.layers[index].offloaded_bytes)
 
     def has_room(self, index: int) -> bool:
-        """Whether the layer's pool has slots for the experts of two layers."""
+        """Whether the layer's pool has slots for all experts of two layers."""
         return self.reasons[index] is None and self._room[index]
 
     def bring(self, index: int, beside: int | None) -> None:
-        """As ``memory.slots.ExpertSlots.bring``."""
+        """See ``memory.slots.ExpertSlots.bring``."""
         assert self._device is not None
         self._device.bring(index, beside)
 
     def may_bring(self) -> bool:
-        """As ``memory.slots.ExpertSlots.may_bring``."""
+        """See ``memory.slots.ExpertSlots.may_bring``."""
         return self._device is None or self._device.may_bring()
 
     def await_brought(self) -> None:
-        """As ``memory.slots.ExpertSlots.await_brought``."""
+        """See ``memory.slots.ExpertSlots.await_brought``."""
         if self._device is not None:
             self._device.await_brought()
 
     def begin_step(self, valid_rows: int, phase: Phase, requests: Requests = (), *, streams: bool = False) -> None:
-        """Call it before each step is launched, after the counters' ``begin_step``. ``requests``: of a prefill."""
+        """Begin a step. Call this before each launch, after the counters' ``begin_step``. ``requests`` are a prefill's."""
         if self._device is None:
             return
         self._follow_tensors()
         if self._stale:
-            self._stale = False  # first: loaders write from threads of their own
+            self._stale = False  # before the reset, because loaders set it from other threads
             self._device.reset()
         self._follow_residency()
         if valid_rows:
@@ -203,7 +203,7 @@ class ModelSlots:
                 reason = "its tensors were replaced, and graphs may have captured the old ones"
             if reason is not None:
                 self.reasons[index] = reason
-                logger.warning("Expert offload: MoE layer %d uses its slots no more: %s", layer.layer_id, reason)
+                logger.warning("Expert offload: MoE layer %d no longer uses its slots: %s", layer.layer_id, reason)
         self._index_tensors()
 
     def _index_tensors(self) -> None:
@@ -218,7 +218,7 @@ class ModelSlots:
         return [bool(one and layer.pool and 2 * layer.shard.routed <= layer.pool.num_slots) for layer, one in served]
 
     def _slot_layer(self, layer: ExpertLayer) -> SlotLayer:
-        """``ValueError`` for a layer in a pool that is new."""
+        """The layer's rows and slots. Raises ``ValueError`` if its pool is new."""
         assert layer.pool is not None
         rows = [Rows(*row) for row in layer.slot_rows()]
         return SlotLayer(rows, layer.num_experts, self._pools.index(layer.pool), layer.pool.first_slot(layer.index))
@@ -237,29 +237,29 @@ class ModelSlots:
         self._offloaded = offloaded
 
 
-NOT_ASKED = "none were asked for, or there was no room"
+NOT_ASKED = "none were requested, or there was no room"
 
 
 def _without_slots(layer: ExpertLayer) -> str | None:
-    """Why a layer has none, None if it has."""
+    """Why a layer has no slots, None if it has."""
     if reason := cannot_share(layer):
         return reason
     if not layer.num_slots:
         return NOT_ASKED
     assert layer.pool is not None
-    return None if layer.pool.num_slots else "its tensors are others than when slots were placed"
+    return None if layer.pool.num_slots else "its tensors were replaced after slots were placed"
 
 
 def cannot_share(layer: ExpertLayer) -> str | None:
-    """Why no slots would serve a loaded layer, None if they would."""
+    """Why slots cannot serve a loaded layer, None if they can."""
     if not layer.tensors:
         return "none of its experts is large enough to be offloaded"
     if layer.pool is None or layer.without_pool is not None:
-        return layer.without_pool or ("it has no part in a pool of slots" if layer.num_slots else NOT_ASKED)
+        return layer.without_pool or ("it belongs to no slot pool" if layer.num_slots else NOT_ASKED)
     if len(layer.slot_rows()) > MAX_TENSORS:
-        return f"its experts are in {len(layer.slot_rows())} tensors, and slots serve at most {MAX_TENSORS}"
+        return f"its experts are in {len(layer.slot_rows())} tensors, but slots support at most {MAX_TENSORS}"
     if layer.num_experts > MAX_EXPERTS:
-        return f"it has {layer.num_experts} experts, and layers with at most {MAX_EXPERTS} are served"
+        return f"it has {layer.num_experts} experts, but slots support at most {MAX_EXPERTS} a layer"
     if layer.pool.num_layers * round_up(layer.num_experts, 16) > MAX_POOL_EXPERTS:
-        return f"its pool may have {layer.pool.num_layers} layers, and slots serve at most {MAX_POOL_EXPERTS} experts of a pool"
+        return f"its pool may have {layer.pool.num_layers} layers, but slots support at most {MAX_POOL_EXPERTS} experts a pool"
     return None

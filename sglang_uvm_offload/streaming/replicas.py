@@ -1,4 +1,4 @@
-"""One layer's expert tensors as they look in each stream buffer, and pointing the layer at them."""
+"""Views of a layer's expert tensors in each stream buffer, and pointing the layer at them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sglang_uvm_offload.memory.staging import Part
 
 
 def buffer_bytes(layer: ExpertLayer) -> int:
-    """The bytes of a stream buffer that holds the experts of the layer's managed tensors, each tensor in whole blocks."""
+    """The size in bytes of a stream buffer for the layer's managed tensors, each in whole blocks."""
     return sum(whole_blocks(tensor.layout.nbytes) for tensor in layer.tensors)
 
 
 class _Place(NamedTuple):
     held: HeldTensor
     address: int
-    """Of its data in managed memory."""
+    """The address of the tensor's data in managed memory."""
     replicas: list[torch.Tensor]
     """The tensor in each buffer."""
 
 
 class Replicas:
-    """Made for the tensors that a layer has now (its ``generation``). Keeps none of them alive."""
+    """A layer's tensors in each buffer, valid for its current tensors (its ``generation``). Keeps none of them alive."""
 
     def __init__(self, layer: ExpertLayer, buffers: Sequence[torch.Tensor]):
         self.layer = layer
         self.generation = layer.generation
         self.parts: list[Part] = []
-        """The layer's managed tensors. Empty if the layer is larger than a buffer, or has lost a tensor."""
+        """The layer's managed tensors. Empty if the layer exceeds a buffer or has lost a tensor."""
         self._places: list[_Place] = []
         if buffer_bytes(layer) > buffers[0].numel() or not all(layer.memory.holds(tensor.managed) for tensor in layer.tensors):
             return
@@ -42,7 +42,7 @@ class Replicas:
             self.parts.append(Part(mine.managed, mine.layout.nbytes, offset))
             offsets[mine.address] = offset
             offset += whole_blocks(mine.layout.nbytes)
-        # Not only tensors [num_experts, ...]: CuteDSL's kernels take a view of the scales whose last dimension is the experts.
+        # Not all are [num_experts, ...]: CuteDSL's kernels take a view of the scales with the experts in the last dimension.
         for held in held_tensors(layer.holders):
             tensor = held.tensor
             start = offsets.get(tensor.untyped_storage().data_ptr())
@@ -54,12 +54,12 @@ class Replicas:
             self._places.append(_Place(held, tensor.data_ptr(), views))
 
     def valid(self) -> bool:
-        """Whether the layer's tensors are still those that this was made for."""
+        """Whether the layer still has the tensors for which this was made."""
         return self.generation == self.layer.generation and all(self.layer.memory.holds(part.managed) for part in self.parts)
 
     def put(self, buffer: int) -> list[torch.Tensor] | None:
-        """Point the layer at a buffer. Returns its own tensors for ``put_back``; None, and nothing is done, where a tensor is
-        not the one that this was made for."""
+        """Point the layer at a buffer. Returns its own tensors for ``put_back``. Returns None and does nothing if a tensor has
+        been replaced."""
         own = []
         for place in self._places:
             tensor = _at(place)
@@ -69,13 +69,13 @@ class Replicas:
         try:
             for place in self._places:
                 place.held.put(place.replicas[buffer])
-        except BaseException:  # swallows nothing: whatever it is, the layer's own tensors come back first
+        except BaseException:  # re-raised after restoring the layer's own tensors
             self.put_back(buffer, own)
             raise
         return own
 
     def put_back(self, buffer: int, own: Sequence[torch.Tensor]) -> None:
-        """Undo ``put``. What the layer's code has replaced meanwhile stays replaced."""
+        """Undo ``put``. Tensors that the layer's code replaced in the meantime stay replaced."""
         for place, tensor in zip(self._places, own, strict=True):
             now = _at(place)
             if now is not None and now.data_ptr() == place.replicas[buffer].data_ptr():
@@ -85,5 +85,5 @@ class Replicas:
 def _at(place: _Place) -> torch.Tensor | None:
     try:
         return place.held.tensor
-    except (KeyError, AttributeError):  # it was deleted, or something else than a tensor is there
+    except (KeyError, AttributeError):  # deleted, or no longer a tensor
         return None

@@ -1,4 +1,4 @@
-"""Which layer is in which stream buffer: the protocol alone, without any memory or device."""
+"""Schedules layers into stream buffers: pure logic without memory or a device."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import NamedTuple
 
 
 class Copy(NamedTuple):
-    """Copy the experts of ``row`` into ``buffer``, after all copies before."""
+    """Copy the experts of ``row`` into ``buffer``, after all earlier copies."""
 
     row: int
     buffer: int
 
 
 class BufferSchedule:
-    """``count`` buffers that hold one layer (a *row* of the model's MoE layers) each. A step enters its rows in order, one
-    after the other, but may skip some, enter one again, or end at any row.
+    """``count`` buffers that each hold one layer (a *row* of the model's MoE layers). A step enters rows in order, but may skip
+    rows, reenter one, or end at any row.
 
-    A buffer is never filled while it is read, and a row is staged one ahead of the row that is read: with two buffers while
-    that one is read, with one buffer as soon as it is left.
+    A buffer is never filled while it is read. The next row is staged ahead: with two buffers while the current row is read,
+    with one buffer as soon as the current row is left.
     """
 
     def __init__(self, count: int):
         self.rows: list[int | None] = [None] * count
-        """The row that each buffer holds or is being filled with, None for nothing of use."""
+        """The row that each buffer holds or is being filled with; None if its contents are useless."""
         self._readers = [0] * count
 
     def forget(self) -> None:
-        """Nothing that the buffers hold is of use any more. Buffers that are read stay so until they are left."""
+        """Discard the contents of all buffers. Buffers being read stay reserved until they are left."""
         self.rows = [None] * len(self.rows)
 
     def stage(self, row: int | None) -> list[Copy]:
-        """Fill a free buffer with ``row`` (None: there is none), unless a buffer holds it already or all are read."""
+        """Fill a free buffer with ``row``, unless it is None, already in a buffer, or all buffers are being read."""
         if row is None or row in self.rows:
             return []
         free = [buffer for buffer, readers in enumerate(self._readers) if not readers]
@@ -41,8 +41,8 @@ class BufferSchedule:
         return [Copy(row, buffer)]
 
     def enter(self, row: int, following: int | None) -> tuple[int | None, list[Copy]]:
-        """The buffer from which ``row`` is read until ``leave``, and what to copy before that, in order. The buffer is None
-        where all are read already. ``following``: the row that is probably entered next."""
+        """The buffer from which to read ``row`` until ``leave`` (None if all are being read), and the copies to make first, in
+        order. ``following`` is the row that is probably entered next."""
         copies = self.stage(row)
         if row not in self.rows:
             return None, copies
@@ -51,6 +51,6 @@ class BufferSchedule:
         return buffer, copies + self.stage(following)
 
     def leave(self, buffer: int, following: int | None) -> list[Copy]:
-        """The reader of ``buffer`` has ended; what to copy now."""
+        """End a read of ``buffer``. Returns the copies to make now."""
         self._readers[buffer] -= 1
         return self.stage(following)

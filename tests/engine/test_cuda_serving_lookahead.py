@@ -65,5 +65,5 @@ def test_the_server_answers_and_tells_what_came_ahead(served):
     state = result["server_info"]["internal_states"][0]["expert_offload"]
     assert state["lookahead"].keys() == {"misses", "brought", "right"}
     assert state["slots"]["missing"] is None
-    assert "look ahead no more" not in result["log"]
+    assert "slot lookahead stopped" not in result["log"]
     assert all(answer["meta_info"]["completion_tokens"] == TOKENS for answer in result["answers"])

@@ -333,7 +333,7 @@ def test_a_fault_of_a_buffer_waits_for_what_is_on_its_way_to_slots():
             kept.append(model.modules[1].w2[1:])
 
     assert model.step(compute=keep) == [IN_SLOTS, BUFFER, IN_SLOTS, IN_PLACE]
-    assert "keeps a tensor in the stream buffer" in str(model.streamer.fault)
+    assert "keeps a reference to the stream buffer" in str(model.streamer.fault)
     assert len(model.step()) == LAYERS
 
 

@@ -176,7 +176,7 @@ def test_a_layer_whose_tensors_were_replaced_uses_its_slots_no_more_nor_does_it_
         module.w13 = kept.clone()
         layer.sync_tensors(module)
         assert rank.serve([5, 6]) == [{5: 0, 6: 1}, {5: OWN, 6: OWN}, {5: 2, 6: 3}]
-    assert caplog.text.count("MoE layer 2 uses its slots no more: something keeps a tensor in the place of w13") == 1
+    assert caplog.text.count("MoE layer 2 no longer uses its slots: something keeps a tensor in the place of w13") == 1
     assert rank.device._share[1].tolist() == [0] * E
     assert rank.slots.at(kept.data_ptr()) is None
     assert [rank.slots.has_room(index) for index in range(LAYERS)] == [slots == ROOM, False, slots == ROOM]
@@ -191,7 +191,7 @@ def test_a_layer_that_loses_a_row_of_slots_uses_them_no_more(caplog):
     rank.model.layers[2].sync_tensors(rank.modules[2])
     with caplog.at_level(logging.WARNING):
         assert rank.serve([5]) == [{5: 0}, {5: 1}, {5: OWN}]
-    assert "MoE layer 3 uses its slots no more: bias (float32[8]) has no rows of its own" in caplog.text
+    assert "MoE layer 3 no longer uses its slots: bias (float32[8]) has no rows of its own" in caplog.text
 
 
 def test_what_is_resident_now_gets_no_slot_and_what_was_demoted_gets_one():
@@ -246,11 +246,11 @@ def many_rows(layer):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda layer: setattr(layer, "num_slots", 0), "none were asked for"),
+        (lambda layer: setattr(layer, "num_slots", 0), "none were requested"),
         (lambda layer: setattr(layer, "tensors", []), "none of its experts is large enough"),
-        (lambda layer: setattr(layer, "pool", None), "no part in a pool"),
+        (lambda layer: setattr(layer, "pool", None), "belongs to no slot pool"),
         (lambda layer: setattr(layer, "without_pool", "its scales interleave"), "its scales interleave"),
-        (lambda layer: setattr(layer, "num_experts", MAX_EXPERTS + 1), f"{MAX_EXPERTS + 1} experts, and layers with at most"),
+        (lambda layer: setattr(layer, "num_experts", MAX_EXPERTS + 1), f"{MAX_EXPERTS + 1} experts, but slots support at most"),
         (many_rows, f"are in {MAX_TENSORS + 1} tensors"),
     ],
 )
@@ -270,7 +270,7 @@ def test_layers_of_a_pool_with_too_many_experts_have_none():
     rank.model.layers[0].pool.num_layers = MAX_POOL_EXPERTS // 16 + 1
     slots = ModelSlots(rank.model.layers, pytest.fail)
     assert not slots.any
-    assert f"slots serve at most {MAX_POOL_EXPERTS} experts of a pool" in slots.reasons[0]
+    assert f"slots support at most {MAX_POOL_EXPERTS} experts a pool" in slots.reasons[0]
 
 
 def test_a_layer_that_is_computed_by_other_code_has_none():
@@ -350,6 +350,6 @@ def test_a_guess_that_fails_ends_looking_ahead_with_the_reason_and_nothing_else(
     told, slots = told_of_a_step(lambda index, hidden: 1 / 0)
     assert told[:2] == [("resolved", 0), ("end", 1)], "what it had begun is waited for"
     assert [each for each in told if each[0] == "resolved"] == [("resolved", layer) for layer in range(LAYERS)]
-    assert "slots look ahead no more: ZeroDivisionError" in caplog.text
+    assert "slot lookahead stopped: ZeroDivisionError" in caplog.text
     assert not slots.looks_ahead
     assert slots.gain() is None
