@@ -1,1 +1,1 @@
-"""The ``Memory`` and ``RoutingCounters`` protocols over the CUDA driver."""
+"""The CUDA implementations of the protocols for memory, routing counters, slots and staging."""

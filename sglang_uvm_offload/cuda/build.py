@@ -1,8 +1,8 @@
 """Builds ``kernels/uvm_ops.cu`` with ninja at first use, once for all processes, and caches the library.
 
-The name of the cache directory is a hash of everything that the result depends on, so it is never stale. A lock lets only one
-of several starting ranks build (``torch.utils.cpp_extension.load`` waits for ever on the lock file that a killed build left).
-The library appears under its name by a rename, with a digest, so a part of it is never loaded.
+The cache directory is named by a hash of everything that the result depends on, so it is never stale. A lock lets only one of
+several starting ranks build. (``torch.utils.cpp_extension.load`` waits forever on the lock file of a killed build.) The library
+is renamed into place with a digest, so a partial one is never loaded.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 LIBRARY = "uvm_ops.so"
 DEFAULT_HOME = Path("/usr/local/cuda")
 PIP_HOMES = Path(torch.__file__).parents[1] / "nvidia"
-"""Where pip installs CUDA toolkits, one per major version; SGLang's dependencies install a compiler there."""
+"""Where pip installs CUDA toolkits, one per major version. SGLang's dependencies include a compiler."""
 LOCK_SECONDS = 180
-"""How long to wait for another process that builds; after that this one builds too."""
+"""How long to wait for another process that builds, before building here too."""
 LAST_LINES = 15
-"""How many lines of the compiler's output a failure quotes."""
+"""The number of lines of compiler output that an error quotes."""
 
 
 class BuildFailure(RuntimeError):
@@ -37,19 +37,19 @@ class BuildFailure(RuntimeError):
 
 
 def find_source() -> Path:
-    """``uvm_ops.cu`` of the installed package, else of the checkout."""
+    """The path of ``uvm_ops.cu`` in the installed package, else in the checkout."""
     package = Path(__file__).resolve().parents[1]
     places = [package / "kernels" / "uvm_ops.cu", package.parent / "kernels" / "uvm_ops.cu"]
     for place in places:
         if place.is_file():
             return place
-    raise BuildFailure("the source uvm_ops.cu is missing; searched " + ", ".join(map(str, places)))
+    raise BuildFailure("uvm_ops.cu is missing; reinstall sglang-uvm-offload (searched " + ", ".join(map(str, places)) + ")")
 
 
 def find_nvcc() -> Path:
-    """The compiler in ``CUDA_HOME`` or ``CUDA_PATH``, else in ``PATH``, ``DEFAULT_HOME``, or pip's."""
+    """The first nvcc in ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``DEFAULT_HOME`` and pip's toolkit."""
     candidates = [home / "bin" / "nvcc" for home in _named_homes()]
-    # Not ``nvcc`` of the current folder, which may be a downloaded model: the path's empty and relative entries mean that.
+    # Skip empty and relative entries of PATH: they would run an nvcc in the current folder, perhaps a downloaded model's.
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
     if in_path := shutil.which("nvcc", path=os.pathsep.join(folders)):
         candidates.append(Path(in_path))
@@ -69,19 +69,19 @@ def _named_homes() -> list[Path]:
 
 
 def nvcc_release(nvcc: Path) -> str:
-    """Such as "13.0"."""
+    """The compiler's release, for example "13.0"."""
     try:
         result = child.run([str(nvcc), "--version"])
     except OSError as error:
-        raise BuildFailure(f"{nvcc} does not start: {error}") from error
+        raise BuildFailure(f"cannot run {nvcc}: {error}") from error
     found = re.search(r"release (\d+\.\d+)", result.stdout)
     if result.returncode != 0 or not found:
-        raise BuildFailure(f"{nvcc} --version does not name a release:\n{_tail(result.stdout + result.stderr)}")
+        raise BuildFailure(f"{nvcc} --version prints no release:\n{_tail(result.stdout + result.stderr)}")
     return found[1]
 
 
 def loaded_cudart() -> Path | None:
-    """The CUDA runtime that this process has loaded (torch's), if any."""
+    """The CUDA runtime loaded in this process (torch's), if any."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")
         if re.search(r"/libcudart\.so\.\d+[\d.]*$", line):
@@ -90,7 +90,7 @@ def loaded_cudart() -> Path | None:
 
 
 def compile_flags(nvcc: Path, release: str, arch: str) -> list[str]:
-    """For a shared library."""
+    """nvcc's flags for the shared library."""
     return [*code_flags(arch), "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden", *runtime_flags(nvcc, release)]
 
 
@@ -99,8 +99,8 @@ def code_flags(arch: str) -> list[str]:
 
 
 def runtime_flags(nvcc: Path, release: str) -> list[str]:
-    """``-cudart none`` and an explicit runtime with the name of the one that torch loaded. The loader then uses that one, so
-    the process has one CUDA runtime. The directories are used at link time, and if torch's runtime has another version."""
+    """``-cudart none`` plus an explicit runtime with the same name as torch's. The loader then reuses torch's, so the process
+    has a single CUDA runtime. The directories matter at link time, and if torch's runtime has another version."""
     cudart = loaded_cudart()
     homes = [*_named_homes(), nvcc.resolve().parent.parent, DEFAULT_HOME]
     places = [cudart.parent] if cudart else []
@@ -108,7 +108,7 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
     name = f"libcudart.so.{release.split('.')[0]}"
     libraries = dict.fromkeys(place for place in places if (place / name).exists())
     if not libraries:
-        raise BuildFailure(f"no {name} next to {nvcc}: install the cudart package of the CUDA toolkit {release}")
+        raise BuildFailure(f"{name} not found next to {nvcc}: install the cudart package of the CUDA toolkit {release}")
     flags = ["-cudart", "none", f"-l:{name}"]
     for place in libraries:
         flags += ["-L", str(place), "-Xlinker", "-rpath", "-Xlinker", str(place)]
@@ -118,7 +118,7 @@ def runtime_flags(nvcc: Path, release: str) -> list[str]:
 def build(arch: str) -> Path:
     """The library for ``arch`` ("sm_90"), built unless it is cached. Raises ``BuildFailure``."""
     if not re.fullmatch(r"sm_\d+[a-z]?", arch):
-        raise BuildFailure(f"{arch!r} is no GPU architecture (such as sm_90)")
+        raise BuildFailure(f"{arch!r} is not a GPU architecture such as sm_90")
     source = find_source().read_text()
     nvcc = find_nvcc()
     release = nvcc_release(nvcc)
@@ -131,7 +131,7 @@ def build(arch: str) -> Path:
         if cache.sealed(library) is None:
             with lock.held(directory / "lock", LOCK_SECONDS) as alone:
                 if not alone:
-                    logger.warning("%s cannot be locked, or another process holds it", directory / "lock")
+                    logger.warning("Expert offload: cannot lock %s, building without the lock", directory / "lock")
                 if cache.sealed(library) is None:
                     _build(library, source, [str(nvcc), *flags], alone)
     except OSError as error:
@@ -140,7 +140,7 @@ def build(arch: str) -> Path:
 
 
 def _build(library: Path, source: str, command: list[str], alone: bool) -> None:
-    # A killed builder's compiler may still be writing, so each build has its own directory; stale ones are removed.
+    # A killed build's compiler may still be writing, so each build uses its own directory. Remove stale ones.
     for dead in library.parent.glob("build-*") if alone else ():
         shutil.rmtree(dead, ignore_errors=True)
     prefix = "build-" if alone else "unlocked-"
@@ -149,7 +149,7 @@ def _build(library: Path, source: str, command: list[str], alone: bool) -> None:
         (Path(work) / "build.ninja").write_text(_ninja_file(command))
         result = child.run_module("ninja", "-C", work, "-v")
         if result.returncode != 0:
-            raise BuildFailure(f"nvcc could not compile the CUDA library:\n{_tail(result.stdout + result.stderr)}")
+            raise BuildFailure(f"nvcc failed to compile the CUDA library:\n{_tail(result.stdout + result.stderr)}")
         cache.seal(library, (Path(work) / LIBRARY).read_bytes())
 
 

@@ -1,8 +1,8 @@
-"""Tries unified memory on 2 MiB before a launch relies on it: advice, prefetches both ways, and reads by the GPU.
+"""Tests unified memory on 2 MiB before a launch relies on it: advice, prefetches both ways, and reads by the GPU.
 
-The attribute ``concurrentManagedAccess`` alone is not enough: sandboxes show it and refuse the calls (gVisor before January
-2026 refuses ``SetAccessedBy``). A try needs a CUDA context, which a launcher must not have when it starts its ranks. So this
-file runs as a program in a process of its own, over cuda-python, which needs no compiler.
+The attribute ``concurrentManagedAccess`` is not enough: sandboxes report it and still refuse the calls (gVisor before January
+2026 refuses ``SetAccessedBy``). The test needs a CUDA context, which a launcher must not have when it starts its ranks. So this
+file runs as a separate process. It uses cuda-python, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ NBYTES = 2 << 20
 _TIMEOUT_SECONDS = 120
 _Advice = driver.CUmem_advise
 _Kind = driver.CUmemLocationType
-# The same functions have a suffix in cuda-python 12.
+# In cuda-python 12, these functions have a suffix.
 _advise: Callable[..., Any] = getattr(driver, "cuMemAdvise_v2", driver.cuMemAdvise)
 _prefetch: Callable[..., Any] = getattr(driver, "cuMemPrefetchAsync_v2", driver.cuMemPrefetchAsync)
 
 
 @functools.cache
 def canary_problems(devices: tuple[int, ...]) -> list[str]:
-    """Why experts cannot live in unified memory of these GPUs, one line for each that fails; empty if they can."""
+    """Why experts cannot be kept in unified memory of these GPUs, one line per failing GPU; empty if they can."""
     try:
         tried = child.run_module(__name__, *map(str, devices), seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        return [f"unified memory cannot be used: a try on 2 MiB did not return within {_TIMEOUT_SECONDS} s"]
+        return [f"unified memory is unusable: a test on 2 MiB did not return within {_TIMEOUT_SECONDS} s"]
     if tried.returncode != 0:
         reason = (tried.stderr.strip() or f"exit code {tried.returncode}").splitlines()[-1]
-        return [f"unified memory cannot be used: a try on 2 MiB ended: {reason}"]
+        return [f"unified memory is unusable: a test on 2 MiB failed: {reason}"]
     problems: list[str] = json.loads(tried.stdout.splitlines()[-1])
     return problems
 
 
 def try_unified_memory(device: int) -> None:
-    """Raises ``DriverError`` with the first call that fails, or the read that returned other bytes. Makes a context."""
+    """Test unified memory of ``device``, creating a context. Raises ``DriverError`` with the first call that fails or the first
+    read that returns wrong bytes."""
     make_context(device)
     gpu, host = _location(_Kind.CU_MEM_LOCATION_TYPE_DEVICE, device), _location(_Kind.CU_MEM_LOCATION_TYPE_HOST, 0)
     written = bytes(range(256)) * (NBYTES // 256)
@@ -65,7 +66,7 @@ def _move(managed: Any, place: Any) -> None:
 
 
 def _read_by_gpu(managed: Any) -> bytes:
-    """A copy on the GPU reads the range in place; a second one brings what it read to the host."""
+    """Read the range in place with a device-to-device copy, then copy the result to the host."""
     out = ctypes.create_string_buffer(NBYTES)
     with _allocated("cuMemAlloc", NBYTES) as plain:
         _call("cuMemcpyDtoD", driver.cuMemcpyDtoD, plain, managed, NBYTES)
@@ -75,7 +76,7 @@ def _read_by_gpu(managed: Any) -> bytes:
 
 def _check(read: bytes, written: bytes, what: str) -> None:
     if read != written:
-        raise DriverError(f"{what} returned other bytes than were written")
+        raise DriverError(f"{what} returned wrong bytes")
 
 
 def _location(kind: Any, number: int) -> Any:
@@ -110,8 +111,8 @@ def _main() -> None:
             try_unified_memory(device)
         except DriverError as refusal:
             problems.append(
-                f"CUDA device {device} cannot keep experts in unified memory: {refusal}, in a try on 2 MiB (sandboxes such as "
-                "gVisor before 2026 refuse these calls; use another runtime, or the host)"
+                f"CUDA device {device} cannot keep experts in unified memory: in a test on 2 MiB, {refusal} (sandboxes such as "
+                "gVisor before 2026 refuse these calls; use another container runtime, or the host)"
             )
     print(json.dumps(problems))
 

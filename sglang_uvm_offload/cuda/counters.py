@@ -1,4 +1,4 @@
-"""``routing.RoutingCounters`` on a GPU: a small kernel at the end of a step, captured into CUDA graphs with the rest of it."""
+"""``routing.RoutingCounters`` on a GPU: a small kernel at the end of each step, captured into CUDA graphs with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_uvm_offload.routing.counts import IdFormat, PendingCounts, Phase, Ro
 
 
 class CudaRoutingCounters:
-    """The counts and the two control words have fixed addresses on the GPU, so a captured kernel finds them at each replay. A
-    step's valid rows and phase are written to the control words in stream order, outside the graph."""
+    """Counts and two control words at fixed GPU addresses, so that captured kernels find them at each replay. A step's valid
+    rows and phase are written to the control words in stream order, outside the graph."""
 
     def __init__(self, num_layers: int, num_experts: int):
         device = torch.cuda.current_device()
@@ -23,19 +23,19 @@ class CudaRoutingCounters:
         self._ops = device_ops(device)
         self._counts = torch.zeros(num_layers, 2, 2, num_experts, dtype=torch.int64).to(device)
         self.control = torch.zeros(2, dtype=torch.int64).to(device)
-        """int64 ``[2]``: the valid rows and the phase of the step at hand, in stream order."""
+        """int64 ``[2]``: the valid rows and phase of the current step, in stream order."""
         self.slot_table: torch.Tensor | None = None
-        """The table of the slots that begin each step with the counters."""
+        """The table of the slots, whose steps begin with the counters'."""
         self._slots: torch.Tensor | None = None
         self._steps = [0, 0]
         self._snapshots = [torch.zeros_like(self._counts)]
         self._copy_stream = torch.cuda.Stream(device)
         self._waiting = StepRouting(self._ops, self.control, self._counts)
         self._stream = torch.cuda.current_stream(device)
-        """The stream of the last step; the caller of ``read_async`` may use another one."""
+        """The stream of the last step. The caller of ``read_async`` may be on another one."""
 
     def slot_counts(self) -> torch.Tensor:
-        """int64 ``[layers, 2, 4, experts]``, for ``CudaSlots`` to add to; read as ``RoutingCounts.slots``."""
+        """int64 ``[layers, 2, 4, experts]`` that ``CudaSlots`` adds to. Read as ``RoutingCounts.slots``."""
         if self._slots is None:
             self._slots = torch.zeros(self.num_layers, 2, 4, self.num_experts, dtype=torch.int64).to(self._counts.device)
             self._snapshots.append(torch.zeros_like(self._slots))
@@ -70,8 +70,8 @@ class CudaRoutingCounters:
     def read_async(self) -> PendingCounts:
         with torch.cuda.stream(self._stream):
             self._waiting.end_early()
-        # A copy on the GPU, in stream order, excludes what the next step adds. A second stream brings it to the host: that copy
-        # may wait for experts that move to host RAM, and the next step must not.
+        # Snapshot on the GPU in stream order, to exclude the next step's counts. Copy it to the host on a second stream: that
+        # copy may wait for experts moving to host RAM, which the next step must not.
         self._stream.wait_stream(self._copy_stream)
         now = [self._counts] if self._slots is None else [self._counts, self._slots]
         with torch.cuda.stream(self._stream):

@@ -1,7 +1,7 @@
-"""Queries to the CUDA driver: a GPU's architecture, its free memory, and every reason why it cannot serve unified memory.
+"""CUDA driver queries: a GPU's architecture, its free memory, and why it cannot use unified memory.
 
-The queries use cuda-python and create no context, so a launcher may make them before it forks. Only the query for free memory
-needs a context, so this file runs as a program in a process of its own.
+The queries use cuda-python without creating a context, so a launcher may run them before it forks. Only the query for free
+memory needs a context, for which this file runs as a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DriverError(RuntimeError):
 
 
 def device_arch(device: int) -> str:
-    """Such as "sm_90"."""
+    """The GPU's architecture, for example "sm_90"."""
     start_driver()
     handle = call_driver(driver.cuDeviceGet, device)
     major = call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
@@ -34,34 +34,34 @@ def device_arch(device: int) -> str:
 
 
 def device_problems(device: int) -> list[str]:
-    """Every reason why experts cannot live in unified memory of this process's GPU ``device``; empty if they can."""
-    import torch  # not at the top: a process that only queries free memory need not wait for it
+    """All reasons why experts cannot be kept in unified memory of this process's GPU ``device``; empty if they can."""
+    import torch  # imported late: a process that only queries free memory does not need it
 
     if torch.version.cuda is None:
-        return [f"this PyTorch ({torch.__version__}) is built without CUDA"]
+        return [f"PyTorch {torch.__version__} is built without CUDA; install a CUDA build"]
     try:
         start_driver()
         count = call_driver(driver.cuDeviceGetCount)
         if device >= count:
-            return [f"there is no CUDA device {device}: the driver shows {count}"]
+            return [_missing(device, count)]
         return _driver_problems(torch.version.cuda) + _memory_problems(device) + _confidential_problems()
     except DriverError as refusal:
         return [str(refusal)]
 
 
 def problems_of(devices: Sequence[int]) -> list[str]:
-    """``device_problems`` of all ``devices``, which ascend, each once; several that are not there on one line."""
+    """``device_problems`` of all ``devices`` (ascending) without duplicates. Several missing devices share one line."""
     count = len(visible_gpus())
     there = [device for device in devices if device < count]
     absent = devices[len(there) :]
     if count == 0 or len(absent) < 2:
         return list(dict.fromkeys(problem for device in devices for problem in device_problems(device)))
-    missing = f"there are no CUDA devices {absent[0]} to {absent[-1]}: the driver shows {count}"
+    missing = f"CUDA devices {absent[0]} to {absent[-1]} do not exist: the driver shows {count}"
     return [missing, *problems_of(there)]
 
 
 def visible_gpus() -> list[tuple[str, int]]:
-    """The name and the bytes of memory of each GPU that this process sees; empty without a driver."""
+    """The name and memory size in bytes of each GPU visible to this process; empty without a driver."""
     try:
         start_driver()
         handles = [call_driver(driver.cuDeviceGet, index) for index in range(call_driver(driver.cuDeviceGetCount))]
@@ -75,15 +75,15 @@ def visible_gpus() -> list[tuple[str, int]]:
 
 
 def gpu_ids(devices: Sequence[int] | None = None) -> list[str]:
-    """The UUIDs of ``devices``, of all GPUs that this process sees by default. Raises ``DriverError``."""
+    """The UUIDs of ``devices``, by default of all GPUs visible to this process. Raises ``DriverError``."""
     start_driver()
-    query = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # cuda-python 13 gives the one the other's name
+    query = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # cuda-python 13 drops the _v2
     handles = [call_driver(driver.cuDeviceGet, index) for index in devices or range(call_driver(driver.cuDeviceGetCount))]
     return [bytes(call_driver(query, handle).bytes).hex() for handle in handles]
 
 
 def integrated() -> bool:
-    """Whether a GPU that this process sees has no memory but the host's, as in a DGX Spark; False without a driver."""
+    """Whether a visible GPU shares the host's memory, as in a DGX Spark; False without a driver."""
     try:
         start_driver()
         handles = [call_driver(driver.cuDeviceGet, index) for index in range(call_driver(driver.cuDeviceGetCount))]
@@ -94,11 +94,11 @@ def integrated() -> bool:
 
 
 def free_vram(devices: Sequence[int]) -> list[int]:
-    """Bytes of VRAM that are free on each GPU of ``devices``, not counting the context of the querying process."""
+    """Free VRAM in bytes of each GPU of ``devices``. Excludes the querying process's context."""
     try:
         queried = child.run_module(__name__, *map(str, devices), seconds=_QUERY_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired as late:
-        raise DriverError(f"the query for free VRAM did not return within {_QUERY_TIMEOUT_SECONDS} s") from late
+        raise DriverError(f"querying free VRAM did not return within {_QUERY_TIMEOUT_SECONDS} s") from late
     if queried.returncode != 0:
         raise DriverError((queried.stderr.strip() or f"exit code {queried.returncode}").splitlines()[-1])
     free: list[int] = json.loads(queried.stdout.splitlines()[-1])
@@ -106,20 +106,24 @@ def free_vram(devices: Sequence[int]) -> list[int]:
 
 
 def relax_capture() -> None:
-    """Let the calling thread wait for streams and events while another one captures a graph: in the mode that threads start in,
-    that would end a capture in global mode, which is torch's (``cudaThreadExchangeStreamCaptureMode``)."""
+    """Let the calling thread wait for streams and events while another thread captures a graph. In a thread's default mode,
+    such a wait would invalidate a capture in global mode, which torch uses (``cudaThreadExchangeStreamCaptureMode``)."""
     call_driver(driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def check_shown(device: int) -> None:
-    """Raises ``DriverError`` if this process sees no such GPU."""
+    """Raise ``DriverError`` if this GPU is not visible to this process."""
     count = call_driver(driver.cuDeviceGetCount)
     if device >= count:
-        raise DriverError(f"there is no CUDA device {device}: the driver shows {count}")
+        raise DriverError(_missing(device, count))
+
+
+def _missing(device: int, count: int) -> str:
+    return f"CUDA device {device} does not exist: the driver shows {count}"
 
 
 def make_context(device: int) -> None:
-    """Make a context on ``device`` and keep it; not in a launcher, which starts its ranks later."""
+    """Create a context on ``device`` and keep it. Not for a launcher, which starts its ranks afterwards."""
     handle = call_driver(driver.cuDeviceGet, device)
     call_driver(driver.cuCtxSetCurrent, call_driver(driver.cuDevicePrimaryCtxRetain, handle))
 
@@ -133,31 +137,31 @@ def _free_vram_here(device: int) -> int:
 
 
 def _driver_problems(runtime: str) -> list[str]:
-    """A driver supports the CUDA runtimes of its own and of earlier major versions."""
+    """Whether the driver is too old. It supports CUDA runtimes of its own and earlier major versions."""
     version = call_driver(driver.cuDriverGetVersion)
     supported, needed = version // 1000, int(runtime.split(".")[0])
     if supported >= needed:
         return []
     return [
-        f"the NVIDIA driver is too old: it supports CUDA {supported}.{version % 1000 // 10}, and this PyTorch is built "
-        f"for CUDA {runtime}"
+        f"the NVIDIA driver is too old: it supports CUDA {supported}.{version % 1000 // 10}, but PyTorch is built for CUDA "
+        f"{runtime}; update the driver"
     ]
 
 
 def _memory_problems(device: int) -> list[str]:
     handle = call_driver(driver.cuDeviceGet, device)
     if not call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY, handle):
-        return [f"CUDA device {device} has no managed memory"]
+        return [f"CUDA device {device} does not support managed memory"]
     if not call_driver(driver.cuDeviceGetAttribute, _Attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, handle):
         return [
-            f"CUDA device {device} cannot use managed memory while the CPU does (concurrentManagedAccess is 0), as under "
-            "WSL2, on Windows, and on some virtual GPUs"
+            f"CUDA device {device} does not support concurrent managed access (concurrentManagedAccess is 0), as under WSL2, "
+            "on Windows, and on some virtual GPUs"
         ]
     return []
 
 
 def _confidential_problems() -> list[str]:
-    """Under confidential computing the GPU may not read host memory in place. Only NVML reports it."""
+    """Confidential computing forbids the GPU to read host memory in place. Only NVML reports it."""
     try:
         from cuda.bindings import nvml
     except ImportError:  # cuda-python before 13.1
@@ -168,23 +172,23 @@ def _confidential_problems() -> list[str]:
             enabled = nvml.system_get_conf_compute_state().cc_feature
         finally:
             nvml.shutdown()
-    except (RuntimeError, nvml.NvmlError):  # a driver without NVML or without the query has no confidential computing
+    except (RuntimeError, nvml.NvmlError):  # a driver without NVML or this query has no confidential computing
         return []
-    return ["confidential computing is on: the GPU cannot read managed memory in host RAM in place"] if enabled else []
+    return ["confidential computing is enabled: the GPU cannot read managed memory in host RAM"] if enabled else []
 
 
 def start_driver() -> None:
-    """Raises ``DriverError``."""
+    """Initialize the CUDA driver. Raises ``DriverError``."""
     try:
         (error,) = driver.cuInit(0)
     except RuntimeError as missing:
-        raise DriverError(f"there is no NVIDIA driver on this machine: {missing}") from missing
+        raise DriverError(f"no NVIDIA driver found: {missing}") from missing
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise DriverError(f"the CUDA driver does not start: cuInit: {_reason(error)}")
+        raise DriverError(f"cannot initialize the CUDA driver: cuInit: {_reason(error)}")
 
 
 def call_driver(function: Callable[..., tuple[Any, ...]], *arguments: object, name: str = "") -> Any:
-    """What the call returns. Raises ``DriverError``, which names the call as ``name``, or by its own name."""
+    """Call the driver and return the result. Raises ``DriverError`` with ``name`` or the function's own name."""
     error, *answer = function(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{name or function.__name__} failed: {_reason(error)}")

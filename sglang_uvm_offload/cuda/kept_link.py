@@ -1,4 +1,4 @@
-"""What earlier servers measured of the link of this process's GPUs."""
+"""Saved link measurements of this process's GPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglang_uvm_offload.memory.kept_links import KeptLink, kept
 
 
 def kept_link(ranks: int, devices: Sequence[int] | None = None) -> KeptLink | None:
-    """For ``ranks`` ranks on ``devices``, on all GPUs that this process sees by default. None if nothing is kept, and without a
-    driver."""
+    """The saved measurement for ``ranks`` ranks on ``devices`` (by default all visible GPUs). None if there is none, or without
+    a driver."""
     try:
         return kept(gpu_ids(devices), ranks)
     except DriverError:

@@ -1,4 +1,4 @@
-"""Measures how fast a GPU reads and copies its offloaded experts, in place and where they lie."""
+"""Measures how fast a GPU reads and copies its offloaded experts, at their actual addresses."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from sglang_uvm_offload.memory.link import LinkRates, Offloaded
 from sglang_uvm_offload.memory.staging import LINK_BLOCKS, VRAM_BLOCKS
 
 LEAST_BYTES, MOST_BYTES = 16 << 20, 256 << 20
-"""Of one timed call."""
+"""The size of a timed call."""
 CALL_SECONDS = 0.005
-"""About how long one takes on a link that is too slow for ``MOST_BYTES``."""
+"""The target duration of a call on a link too slow for ``MOST_BYTES``."""
 COPY_BYTES = 64 << 20
-"""VRAM for copies."""
+"""The VRAM that copies write to."""
 NONE_IN_VRAM = np.zeros(0, dtype=bool)
 RESOLUTION_MS = 5e-4
-"""Of events (``cudaEventElapsedTime``)."""
+"""The resolution of events (``cudaEventElapsedTime``)."""
 
 
 class _Call(NamedTuple):
-    """What is timed, and the bytes that it brings over the link."""
+    """A call to time, and the bytes that it moves over the link."""
 
     nbytes: int
     make: Callable[[], object]
 
 
 class CudaLinkTimer:
-    """``LinkTimer`` of the GPU ``device``, on torch's current stream. ``offloaded`` has at least one block. The constructor
-    raises ``RuntimeError``, for want of VRAM too."""
+    """``LinkTimer`` of the GPU ``device``, on torch's current stream. ``offloaded`` must have at least one block. The
+    constructor raises ``RuntimeError``, for example without enough VRAM."""
 
     def __init__(self, device: int, offloaded: Sequence[Offloaded]):
         self._device, self._ops = device, device_ops(device)
@@ -57,10 +57,10 @@ class CudaLinkTimer:
 
     def close(self) -> None:
         del self._target
-        torch.cuda.empty_cache()  # before anybody asks how much is free
+        torch.cuda.empty_cache()  # so that later queries see this VRAM as free
 
     def _rate(self, prepared: Callable[[int], _Call], seconds: float, wait: Callable[[], object]) -> float:
-        """1e9 bytes a second: the median."""
+        """The median rate in 1e9 bytes/s."""
         warm = max(self._once(prepared(LEAST_BYTES)) for _ in range(2))
         nbytes = int(min(MOST_BYTES, max(LEAST_BYTES, warm * 1e9 * CALL_SECONDS)))
         wait()
@@ -99,7 +99,7 @@ class CudaLinkTimer:
         return self._copying(nbytes, copy)
 
     def _copy_by_engine(self, nbytes: int) -> _Call:
-        """Told another direction, the driver takes managed memory for pageable memory (``copies`` in
+        """Copies device to device, because with another direction the driver treats managed memory as pageable (``copies`` in
         benchmarks/results/2026-11-26-nvidia-h100/stream.json)."""
         stream, target = self._stream(), self._target.data_ptr()
         return self._copying(nbytes, lambda source, size: call_driver(driver.cuMemcpyDtoDAsync, target, source, size, stream))
@@ -114,6 +114,6 @@ class CudaLinkTimer:
 
 
 def _longest_run(blocks: np.ndarray) -> np.ndarray:
-    """The longest run of neighbours in ``blocks``, which are in order; at most ``MOST_BYTES`` of it."""
+    """The longest run of neighbours in the sorted ``blocks``, cut to ``MOST_BYTES``."""
     runs = np.split(blocks, np.flatnonzero(np.diff(blocks) != BLOCK_BYTES) + 1)
     return max(runs, key=len)[: MOST_BYTES // BLOCK_BYTES]

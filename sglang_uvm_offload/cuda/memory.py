@@ -1,8 +1,8 @@
 """Unified memory of a GPU: the ``Memory`` protocol over ``cudaMallocManaged``, advice and prefetch.
 
-Every page of a range is mapped for the GPU wherever it lives (AccessedBy, set once at allocation), so a move is one advice and
-one prefetch per span. All of it is refused on a stream that captures a CUDA graph: there are no graph nodes for advice or
-prefetch, and blocks that move between replays need none.
+Every page of a range is mapped for the GPU wherever it is (AccessedBy, set once at allocation), so a move is one advice and one
+prefetch per span. All calls fail on a stream that is capturing a CUDA graph: graphs have no nodes for advice or prefetch, and
+blocks that move between replays need none.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from sglang_uvm_offload.units import size
 logger = logging.getLogger(__name__)
 
 LOOK_BYTES = 48 << 20
-"""After so many bytes are populated the host RAM that is left is looked up: a look takes as long as a few MiB of them."""
+"""How many bytes to populate between checks of the remaining host RAM. A check takes as long as populating a few MiB."""
 
 READERS = 4
-"""Threads that read a byte of each block to populate it. On an H200, 1, 2, 4 and 8 threads that wrote a byte of each page of
-4 KiB populated 3.2, 4.9, 6.9 and 8.8 GB/s, and one that prefetched 5.4 (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log).
-There are no figures yet of threads that read, with a prefetch behind them. Not eight, because SGLang reads its checkpoint
-meanwhile."""
+"""Threads that read a byte of each block to populate it. On an H200, 1, 2, 4 and 8 threads that wrote a byte of each 4 KiB page
+populated 3.2, 4.9, 6.9 and 8.8 GB/s, and one that prefetched 5.4 (benchmarks/results/2026-11-27-nvidia-h200-2/probe.log).
+Threads that read, followed by a prefetch, have not been measured. Not eight, because SGLang reads its checkpoint at the same
+time."""
 
 
 class _Owner:
-    """Keeps a range alive: torch reads the address here, and holds this object while a tensor over the range lives."""
+    """Keeps a range alive. torch reads the address from it and holds it while a tensor over the range lives."""
 
     def __init__(self, managed: ManagedRange, whole: _Owner | None):
-        """``whole``: of the allocation that the range is part of."""
+        """``whole`` is the owner of the allocation that the range is part of."""
         self.whole = whole
         self.__cuda_array_interface__ = {
             "shape": (managed.nbytes,),
@@ -62,12 +62,12 @@ class _Live:
     managed: ManagedRange
     owner: Callable[[], _Owner | None]
     whole: ManagedRange | None = None
-    """The allocation that it is part of."""
+    """The allocation that the range is part of."""
 
 
 class CudaMemory:
-    """``Memory`` of one GPU (``device`` as torch numbers it). The constructor builds the CUDA library if needed, and raises
-    ``RuntimeError`` with every reason why this GPU cannot serve."""
+    """``Memory`` of one GPU (``device`` is torch's index). The constructor builds the CUDA library if needed. It raises
+    ``RuntimeError`` with all reasons why this GPU cannot be used."""
 
     name = "uvm"
     device_type = "cuda"
@@ -81,29 +81,29 @@ class CudaMemory:
         self._process = os.getpid()
         self._live: dict[ManagedRange, _Live] = {}
         self._bases: dict[ManagedRange, int] = {}
-        """The base pointer for the driver's free. An allocation freed under a live tensor is here, not in ``_live``."""
+        """The base pointer for the driver's free. Includes allocations freed under a live tensor, unlike ``_live``."""
         self._populating: Populating | None = None
-        """While a model loads."""
-        self._unseen_bytes = 0
-        """Populated since the host RAM that is left was looked up."""
+        """Set while a model loads."""
+        self._unchecked_bytes = 0
+        """Bytes populated since the last check of the remaining host RAM."""
         self.host_node = self._use_host_node(nearest_host_node(device))
-        """The NUMA node of the host pages. None: that of whichever thread touches a page first."""
+        """The NUMA node of host pages; None for the node of the thread that first touches a page."""
 
     def _use_host_node(self, node: int | None) -> int | None:
-        """``node``, or None where the driver refuses it, as a sandbox may."""
+        """Put host pages on ``node``. Returns ``node``, or None if the driver refuses it, as in some sandboxes."""
         self._ops.use_host_node(self.device, node)
         if node is None:
             return None
-        tried = self.allocate(BLOCK_BYTES, "a try of the NUMA node")
+        tried = self.allocate(BLOCK_BYTES, "a test of the NUMA node")
         try:
             self.place(tried, [Span(0, BLOCK_BYTES)], Location.HOST)
         except ManagedMemoryError as error:
-            logger.warning("Expert offload: host pages cannot be put on NUMA node %d of GPU %d: %s", node, self.device, error)
+            logger.warning("Expert offload: cannot put host pages on NUMA node %d of GPU %d: %s", node, self.device, error)
             self._ops.use_host_node(self.device, None)
             return None
         finally:
             self.free(tried)
-        logger.info("Expert offload: offloaded experts of GPU %d lie on its NUMA node %d", self.device, node)
+        logger.info("Expert offload: offloaded experts of GPU %d are on its NUMA node %d", self.device, node)
         return node
 
     def allocate(self, nbytes: int, name: str) -> ManagedRange:
@@ -134,7 +134,7 @@ class CudaMemory:
         if owner is None:
             owner = _Owner(managed, None if live.whole is None else self._owner_of(live.whole))
             live.owner = weakref.ref(owner)
-            # Not at exit: tensors in globals outlive the exit handlers, and the driver frees everything with the process.
+            # Not at exit: tensors in globals outlive the exit handlers, and the driver frees everything then anyway.
             weakref.finalize(owner, self._last_tensor_gone, managed).atexit = False
         return owner
 
@@ -149,7 +149,7 @@ class CudaMemory:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        # A new thread starts on GPU 0, where its first call would take VRAM for a context.
+        # By default a new thread uses GPU 0, where its first call would create a context and take VRAM.
         populating = Populating(self._populate, begin=lambda: torch.cuda.set_device(self.device))
         self._populating = populating
         try:
@@ -161,14 +161,14 @@ class CudaMemory:
 
     def populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
         owner = self._find(managed).owner
-        if self._populating is None or owner() is None:  # without a tensor, ``free`` frees at once
+        if self._populating is None or owner() is None:  # without a tensor, ``free`` frees immediately
             self.place(managed, spans, Location.HOST)
             return
         check_spans(managed, spans, BLOCK_BYTES)
         self._populating.check()
         if not spans:
             return
-        # One call, not one for each span: it waits for the lock of the address space, which whatever populates holds.
+        # One call instead of one per span, because each waits for the address space lock that populating holds.
         try:
             self._ops.prefer_host(self.device, managed.address, whole_blocks(managed.nbytes), self._caller())
         except CudaFailure as failure:
@@ -176,11 +176,11 @@ class CudaMemory:
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
-        self._unseen_bytes += sum(span.nbytes for span in spans)
-        if self._unseen_bytes > LOOK_BYTES:
-            left, self._unseen_bytes = host_available(), 0
-            if left < HOST_LEFT_BYTES:  # the kernel would soon kill some process
-                reason = f"{size(left)} of host RAM is left, and {size(HOST_LEFT_BYTES)} must stay free"
+        self._unchecked_bytes += sum(span.nbytes for span in spans)
+        if self._unchecked_bytes > LOOK_BYTES:
+            left, self._unchecked_bytes = host_available(), 0
+            if left < HOST_LEFT_BYTES:  # the OOM killer would soon act
+                reason = f"only {size(left)} of host RAM is left, but {size(HOST_LEFT_BYTES)} must stay free"
                 raise ManagedMemoryError("populate", managed.name, spans[0], reason)
         try:
             self._ops.populate(self.device, managed.address, [_whole(span) for span in spans], READERS)
@@ -203,12 +203,12 @@ class CudaMemory:
         try:
             found = self._read_times.in_vram([managed.address + offset for managed, offset in blocks])
         except CudaFailure as failure:
-            raise failure.on("a look at blocks", Span(0, 0)) from failure
-        del owners  # they kept the ranges while the GPU read them
+            raise failure.on("an eviction check", Span(0, 0)) from failure
+        del owners  # kept the ranges alive while the GPU read them
         return found
 
     def free(self, managed: ManagedRange) -> None:
-        """Tensors over the range stay valid: the driver frees it with the last of them, at once if there is none."""
+        """Free the range once its last tensor is gone, immediately if there is none. Tensors stay valid until then."""
         live = self._find(managed)
         self._forget(managed)
         if live.owner() is None:
@@ -227,13 +227,13 @@ class CudaMemory:
 
     @cached_property
     def _read_times(self) -> ReadTimes:
-        in_host_ram = self.allocate(BLOCK_BYTES, "a block to compare reads with")
+        in_host_ram = self.allocate(BLOCK_BYTES, "the reference block in host RAM")
         self.place(in_host_ram, [Span(0, BLOCK_BYTES)], Location.HOST)
         try:
             return ReadTimes(self._ops, self.device, in_host_ram.address)
-        except RuntimeError as error:  # of torch, for want of memory
+        except RuntimeError as error:  # torch is out of memory
             self.free(in_host_ram)
-            raise ManagedMemoryError("allocate", "what reads are compared with", Span(0, PLAIN_BYTES), str(error)) from error
+            raise ManagedMemoryError("allocate", "the reference block in VRAM", Span(0, PLAIN_BYTES), str(error)) from error
 
     def _find(self, managed: ManagedRange) -> _Live:
         if not self.holds(managed):
@@ -241,7 +241,7 @@ class CudaMemory:
         return self._live[managed]
 
     def _forget(self, managed: ManagedRange) -> None:
-        """With its parts."""
+        """Forget the range and its parts."""
         live = self._live.pop(managed, None)
         if live is not None and live.whole is None:
             for part in [each.managed for each in list(self._live.values()) if each.whole is managed]:
@@ -255,8 +255,8 @@ class CudaMemory:
         self._give_back(managed)
 
     def _give_back(self, managed: ManagedRange) -> None:
-        """Of a part nothing: the allocation has it."""
-        # A forked child has the tensors but not the GPU: the range belongs to its parent.
+        """Free an allocation in the driver. Does nothing for a part, whose memory belongs to the allocation."""
+        # A forked child has the tensors but not the GPU; the range belongs to its parent.
         if os.getpid() != self._process or (base := self._bases.pop(managed, None)) is None:
             return
         try:
@@ -266,7 +266,7 @@ class CudaMemory:
 
 
 def _failed_on(failure: CudaFailure, managed: ManagedRange, spans: Sequence[Span], location: Location) -> ManagedMemoryError:
-    """``failure`` of a call that was to bring ``spans`` there. One that names no span concerns them all."""
+    """The error of a call that should have moved ``spans`` to ``location``. A failure without a span concerns all of them."""
     begin, end = min(span.offset for span in spans), max(span.end for span in spans)
     everything = Span(begin, end - begin)
     span = everything if failure.span is None else spans[failure.span]
@@ -274,5 +274,5 @@ def _failed_on(failure: CudaFailure, managed: ManagedRange, spans: Sequence[Span
 
 
 def _whole(span: Span) -> Span:
-    """Extends a span that ends with its range to the end of its last block, which nothing else uses."""
+    """Extend a span that ends with its range to the end of its last block, which nothing else uses."""
     return Span(span.offset, whole_blocks(span.nbytes))

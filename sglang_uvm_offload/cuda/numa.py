@@ -1,11 +1,11 @@
-"""The NUMA node of a GPU. Host pages on another node are read over the link between the sockets too.
+"""The NUMA node of a GPU. Reads of host pages on another node also cross the link between the sockets.
 
-Without a named node the driver puts host pages on the node of the thread that first touches them, which need not be the GPU's.
+Without a preferred node, the driver puts host pages on the node of the thread that first touches them, perhaps not the GPU's.
 
-A named node is where the driver tries first. Where that node is full, it puts the pages on any other, and reports no error: the
-first try of a block is for that node alone (``__GFP_THISNODE``, ``uvm_pmm_sysmem.c:448``), and the others name no node
-(``block_alloc_cpu_chunk``, ``uvm_va_block.c:1574-1580``, and from then on for the rest of the block, 1946-1950; NVIDIA's open
-kernel modules, 580.95.05). So the host RAM of all nodes decides whether experts fit, and a node's only how near they lie.
+The driver tries a preferred node first. If it is full, the driver silently uses any other: it first allocates a block on that
+node alone (``__GFP_THISNODE``, ``uvm_pmm_sysmem.c:448``), then without naming a node (``block_alloc_cpu_chunk``,
+``uvm_va_block.c:1574-1580``, and from then on for the rest of the block, 1946-1950; NVIDIA's open kernel modules, 580.95.05).
+So whether experts fit depends on the host RAM of all nodes. The node's own RAM only decides how close they are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SYSTEM, PROC = Path("/sys"), Path("/proc")
 
 
 def nearest_host_node(device: int) -> int | None:
-    """The node that is closest to the GPU: the driver's answer, else that of its PCI device. None on a machine with one node,
-    and where nobody knows."""
+    """The NUMA node closest to the GPU, according to the driver, else to its PCI device. None if unknown, or if the machine has
+    only one node."""
     if not _several_nodes():
         return None
     try:
@@ -38,7 +38,7 @@ def nearest_host_node(device: int) -> int | None:
 
 
 def crowded(offloaded: Mapping[int, int]) -> list[str]:
-    """A line for each node that has no room for all that is ``offloaded`` to it: bytes by GPU."""
+    """A warning per node that cannot hold everything ``offloaded`` to it (bytes by GPU)."""
     available = nodes_available(PROC, SYSTEM / "devices/system/node")
     gpus: dict[int, list[int]] = defaultdict(list)
     for gpu in offloaded:
@@ -47,7 +47,7 @@ def crowded(offloaded: Mapping[int, int]) -> list[str]:
             gpus[node].append(gpu)
     needed = {node: sum(offloaded[gpu] for gpu in of) for node, of in gpus.items()}
     return [
-        f"NUMA node {node} is nearest to GPU {', '.join(map(str, gpus[node]))} and has {size(available.get(node, 0))} "
+        f"NUMA node {node}, nearest to GPU {', '.join(map(str, gpus[node]))}, has only {size(available.get(node, 0))} "
         f"available for {size(nbytes)} of offloaded weights: the driver puts the rest on other nodes, which are read over the "
         "link between the sockets"
         for node, nbytes in sorted(needed.items())
@@ -60,7 +60,7 @@ def _several_nodes() -> bool:
         online = (SYSTEM / "devices/system/node/online").read_text().strip()
     except OSError:
         return False
-    return not online.isdecimal() and bool(online)  # such as 0-1, where one node is 0
+    return not online.isdecimal() and bool(online)  # "0-1" for two nodes, "0" for one
 
 
 def _of_driver(handle: object) -> int:

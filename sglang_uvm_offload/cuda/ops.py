@@ -1,6 +1,6 @@
-"""The Python binding of ``kernels/uvm_ops.cu``: one method per C function; failures raise exceptions.
+"""Python bindings of ``kernels/uvm_ops.cu``: one method per C function. Failures raise exceptions.
 
-ctypes releases the GIL during each call. Enum values come from the library and are not repeated here.
+ctypes releases the GIL during each call. Enum values come from the library.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ _SIGNATURES: dict[str, list[type]] = {
     "uvm_fill_slots": [c_int, POINTER(_Rows), c_int, c_void_p, POINTER(_Ahead), c_int, c_void_p],
     "uvm_look_ahead": [c_int, POINTER(_Slots), POINTER(_Rows), c_void_p, POINTER(_Guess), POINTER(_Ahead), c_void_p],
 }
-"""The arguments of each function that can fail, without the final ``uvm_failure*``."""
+"""The argument types of each function that can fail, without the final ``uvm_failure*``."""
 
 
 @functools.cache
 def load_ops(arch: str) -> CudaOps:
-    """The library for ``arch``, built if needed, loaded once per process. Raises ``cuda.build.BuildFailure``."""
+    """The library for ``arch``, built if needed and loaded once per process. Raises ``cuda.build.BuildFailure``."""
     library = build(arch)
     try:
         return CudaOps(library)
-    except OSError as error:  # of the loader, such as for a CUDA runtime that was removed
-        raise BuildFailure(f"the CUDA library does not load: {error}; remove {library.parent}, it is made again") from error
+    except OSError as error:  # from the loader, for example if the CUDA runtime was removed
+        raise BuildFailure(f"cannot load the CUDA library: {error}; remove {library.parent} to rebuild it") from error
 
 
 def device_ops(device: int) -> CudaOps:
@@ -81,8 +81,8 @@ def device_ops(device: int) -> CudaOps:
 
 
 class CudaOps:
-    """The loaded library. Addresses and stream handles are plain ints. ``caller`` is the caller's stream: functions with this
-    argument refuse while it captures a graph."""
+    """The loaded library. Addresses and stream handles are plain ints. Functions with an argument ``caller``, the caller's
+    stream, fail while that stream is capturing a graph."""
 
     def __init__(self, library: Path):
         self._lib = ctypes.CDLL(str(library))
@@ -97,9 +97,9 @@ class CudaOps:
         self._lib.uvm_use_host_node.restype = None
         self.max_experts: int = self._lib.uvm_max_experts()
         self.max_counted: int = self._lib.uvm_max_counted()
-        """The most layers that one ``count_routing`` counts."""
+        """The most layers per ``count_routing``."""
         self.max_copies: int = self._lib.uvm_max_copies()
-        """The most tensors that one ``copy_layer`` copies."""
+        """The most tensors per ``copy_layer``."""
         assert (self._lib.uvm_max_rows(), self._lib.uvm_max_slot_experts()) == (MAX_TENSORS, MAX_EXPERTS)
         assert (self._lib.uvm_max_pool_experts(), self._lib.uvm_max_requests()) == (MAX_POOL_EXPERTS, MAX_REQUESTS)
         assert self._lib.uvm_max_aligned() == MAX_ALIGNED
@@ -112,7 +112,7 @@ class CudaOps:
         self._slot_classes: int = self._lib.uvm_slot_classes()
 
     def versions(self) -> tuple[int, int]:
-        """The CUDA runtime in use and the newest one that the driver supports, as 1000 * major + 10 * minor."""
+        """The CUDA runtime in use, and the newest that the driver supports, as 1000 * major + 10 * minor."""
         runtime, driver = c_int(), c_int()
         self._call("uvm_versions", runtime, driver)
         return runtime.value, driver.value
@@ -120,11 +120,11 @@ class CudaOps:
     # Memory.
 
     def use_host_node(self, device: int, node: int | None) -> None:
-        """Put the host pages of ``device`` on a NUMA node from now on, or wherever the calling thread runs."""
+        """From now on, put the host pages of ``device`` on NUMA node ``node``; None for the node of the calling thread."""
         self._lib.uvm_use_host_node(device, -1 if node is None else node)
 
     def allocate(self, device: int, nbytes: int, align: int, caller: int) -> tuple[int, int]:
-        """(base, address): the argument for ``free``, and the start of the aligned bytes."""
+        """(base, address): the pointer to pass to ``free``, and the aligned start."""
         base, address = c_void_p(), c_void_p()
         self._call("uvm_allocate", device, nbytes, align, caller, base, address)
         assert base.value
@@ -139,18 +139,18 @@ class CudaOps:
         self._call("uvm_place", device, address, _array(spans), len(spans), self._places[location], caller)
 
     def prefer_host(self, device: int, address: int, nbytes: int, caller: int) -> None:
-        """Advise these bytes to prefer host RAM, and move nothing."""
+        """Advise these bytes to prefer host RAM, without moving them."""
         self._call("uvm_prefer_host", device, address, nbytes, caller)
 
     def populate(self, device: int, address: int, spans: Sequence[Span], readers: int) -> None:
-        """Populate all spans, which prefer host RAM, there, and wait until they are: by ``readers`` threads (0 to 16) that read
-        a byte of each block, then by a prefetch. Any thread may that captures no graph. Host RAM must be free: a read that
-        finds none may never return."""
+        """Populate all spans, which must prefer host RAM, and wait: ``readers`` threads (0 to 16) read a byte of each block,
+        followed by a prefetch. Callable from any thread that is not capturing a graph. Enough host RAM must be free, or a read
+        may hang forever."""
         self._call("uvm_populate", device, address, _array(spans), len(spans), readers)
 
     def time_reads(self, device: int, addresses: torch.Tensor, times: torch.Tensor) -> None:
-        """Write to ``times`` (32 bits, ``[n, 2]``) the GPU's cycles of the first read at each of ``addresses`` (int64 ``[n]``)
-        and of the shortest of three more with it. Both are pinned. Waits for the reads, on the stream of ``place``."""
+        """Measure the first read at each of ``addresses`` (int64 ``[n]``), and the fastest of four including it. Writes GPU
+        cycles to ``times`` (32 bits, ``[n, 2]``). Both tensors are pinned. Waits for the reads, on the stream of ``place``."""
         self._call("uvm_time_reads", device, addresses.data_ptr(), len(addresses), times.data_ptr())
 
     def copy_layer(
@@ -163,17 +163,17 @@ class CudaOps:
         caller: int,
         stream: int,
     ) -> None:
-        """Copy ``parts`` (address of the source, of the target, bytes), in the order of ``stream``, by a kernel that reads each
-        byte wherever it lies. Addresses are multiples of 16. ``in_vram`` ``bool[n]``: the first blocks of 2 MiB of the sources,
-        one source after the other, that are in VRAM. ``blocks``: the most of the kernel that read over the link, and that read
-        VRAM. ``claimed``: int32 ``[2]`` in VRAM, used by no other copy under way."""
+        """Copy ``parts`` (source address, target address, bytes) on ``stream`` with a kernel that reads each byte wherever it
+        is. Addresses are multiples of 16. ``in_vram`` (``bool[n]``) marks which leading 2 MiB blocks of the concatenated
+        sources are in VRAM. ``blocks`` are the most thread blocks that read over the link, and that read VRAM. ``claimed`` is
+        int32 ``[2]`` in VRAM that no concurrent copy uses."""
         array = (_Copy * len(parts))(*(_Copy(*part) for part in parts))
         bits, count = np.packbits(in_vram, bitorder="little").tobytes(), len(in_vram)
         self._call("uvm_copy_layer", device, array, len(parts), bits, count, *blocks, claimed.data_ptr(), caller, stream)
 
     def read_pieces(self, pieces: torch.Tensor, nbytes: int, sink: torch.Tensor) -> None:
-        """Read ``nbytes`` at each of ``pieces`` (int64 ``[n]``) by a kernel, wherever they lie, in the order of torch's current
-        stream. Addresses and ``nbytes`` are multiples of 16. ``sink``: a word of VRAM."""
+        """Read ``nbytes`` at each of ``pieces`` (int64 ``[n]`` addresses) with a kernel on torch's current stream. Addresses
+        and ``nbytes`` are multiples of 16. ``sink`` is a word of VRAM."""
         self._call("uvm_read_pieces", pieces.data_ptr(), len(pieces), nbytes, sink.data_ptr(), _stream(sink))
 
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -183,20 +183,20 @@ class CudaOps:
         return free.value, total.value
 
     def begin_step(self, control: torch.Tensor, valid_rows: int, phase: int, table: torch.Tensor | None = None) -> None:
-        """In the order of torch's current stream: the following step has ``valid_rows`` rows that count (0: none) and belongs
-        to ``phase``. Begins it for the slots of ``table`` too."""
+        """Begin a step on torch's current stream: the next one has ``valid_rows`` rows that count (0 for none) and belongs to
+        ``phase``. With ``table``, also begins it for those slots."""
         _check_control(control)
         begun = None if table is None else table.data_ptr()
         self._call("uvm_begin_step", control.data_ptr(), valid_rows, phase, begun, _stream(control))
 
-    # Routing counters. They run on torch's current stream, and may be captured.
+    # Routing counters. They run on torch's current stream and may be captured.
 
     def count_routing(
         self, layers: Sequence[Counted], packed: bool, first_expert: int, control: torch.Tensor, counts: torch.Tensor
     ) -> None:
-        """Add the routing of up to ``max_counted`` layers to ``counts[layers, 2, 2, num_experts]`` (int64), in the order of
-        torch's current stream. Their ids pass ``check_ids``, and are of one type and ``top_k``. ``packed``: the upper half of
-        each int32 is the id."""
+        """Add the routing of up to ``max_counted`` layers to ``counts[layers, 2, 2, num_experts]`` (int64) on torch's current
+        stream. All ids must pass ``check_ids`` and have the same dtype and ``top_k``. With ``packed``, the upper half of each
+        int32 is the id."""
         ids = layers[0].ids
         num_experts = self._check_counters(control, counts[0], ids)
         kind = self._packed if packed else self._ids[ids.dtype]
@@ -207,7 +207,7 @@ class CudaOps:
         self._call("uvm_count_routing", array, len(layers), kind, ids.size(1), first_expert, num_experts, *pointers)
 
     def check_ids(self, ids: torch.Tensor, packed: bool) -> None:
-        """Raise ``ValueError`` unless these can be counted."""
+        """Raise ``ValueError`` unless these ids can be counted."""
         if ids.dim() != 2 or ids.dtype not in self._ids or (packed and ids.dtype != torch.int32):
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not int32 or int64 [rows, top_k]")
         if ids.numel() and ids.size(1) > 1 and ids.stride(1) != 1:
@@ -216,7 +216,7 @@ class CudaOps:
     def count_histogram(
         self, histogram: torch.Tensor, control: torch.Tensor, counts: torch.Tensor, *, in_place: bool = True
     ) -> None:
-        """Add tokens per expert (int32, for the first experts of ``counts``) to one layer's counts, with activations if
+        """Add tokens per expert (int32, for the first experts of ``counts``) to one layer's counts, and activations if
         ``in_place``."""
         num_experts = self._check_counters(control, counts, histogram)
         if histogram.dtype != torch.int32 or not histogram.is_contiguous() or not 0 < histogram.numel() <= num_experts:
@@ -227,7 +227,7 @@ class CudaOps:
     # Slots. They run on torch's current stream, and ``resolve_slots`` may be captured.
 
     def check_slot_table(self, table: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``table`` is int32 ``[1 + 3 * classes]``: the step, and events, uses and values by
+        """Raise ``ValueError`` unless ``table`` is int32 ``[1 + 3 * classes]``: the step, then events, uses and values per
         class."""
         if table.dtype != torch.int32 or table.shape != (1 + 3 * self._slot_classes,) or not table.is_contiguous():
             raise ValueError(f"the table is {table.dtype} {tuple(table.shape)}, not int32 [{1 + 3 * self._slot_classes}]")
@@ -243,9 +243,9 @@ class CudaOps:
         *,
         programmatic: bool = False,
     ) -> None:
-        """Serve a layer with the experts ``ids[rows, top_k]`` from its slots: fill some, all tensors but those at the addresses
-        ``later``, and make or rewrite the lists. ``programmatic``: whether the kernel may start before the one in front of it
-        has ended, which must not resolve the same layer or begin a step."""
+        """Resolve a layer that uses the experts ``ids[rows, top_k]``: fill slots (all tensors except those at the addresses
+        ``later``), and make or rewrite the lists. With ``programmatic``, the kernel may start before its predecessor ends; the
+        predecessor must not resolve the same layer or begin a step."""
         _check_lists(lists, ids, state.fills.device)
         if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous():
             raise ValueError(f"expert ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [rows, top_k]")
@@ -268,8 +268,8 @@ class CudaOps:
     def bring_slots(
         self, state: SlotState, table: torch.Tensor, beside: int, control: torch.Tensor, brought: torch.Tensor
     ) -> None:
-        """Choose slots for all offloaded experts of a layer, and note them in ``brought`` (int32 ``[1 + 2 * MAX_EXPERTS]``).
-        The pool's layer ``beside`` (-1: none) loses none."""
+        """Choose slots for all offloaded experts of a layer and write them to ``brought`` (int32 ``[1 + 2 * MAX_EXPERTS]``).
+        The pool's layer ``beside`` (-1 for none) keeps its slots."""
         _check_control(control)
         _check_int32("brought", brought, 1 + 2 * MAX_EXPERTS)
         given = table.data_ptr(), beside, control.data_ptr(), brought.data_ptr()
@@ -278,9 +278,9 @@ class CudaOps:
     def fill_slots(
         self, state: SlotState, chosen: torch.Tensor, later: frozenset[int] | None, blocks: int, stream: int
     ) -> None:
-        """Copy rows of the experts that ``resolve_slots`` chose (``chosen``: the layer's ``fills``), in the tensors at the
-        addresses ``later``; where it is None, of those that ``bring_slots`` chose, in all tensors. In the order of ``stream``,
-        which must come after that. By ``blocks`` of a kernel."""
+        """Copy the rows of the experts in ``chosen`` on ``stream``, with ``blocks`` thread blocks. ``chosen`` is either the
+        layer's ``fills`` from ``resolve_slots``, for the tensors at the addresses ``later``; or the result of ``bring_slots``
+        with ``later`` None, for all tensors. ``stream`` must be ordered after that call."""
         tensors, ahead = (state.tensors()[0], _Ahead()) if later is None else (state.tensors(later)[1], state.ahead_pointers)
         device, first = chosen.device.index, state.first_slot
         self._call("uvm_fill_slots", device, tensors, first, chosen.data_ptr(), ahead, blocks, stream)
@@ -288,10 +288,10 @@ class CudaOps:
     def look_ahead(
         self, state: SlotState, table: torch.Tensor, ids: torch.Tensor, first_expert: int, control: torch.Tensor
     ) -> None:
-        """Copy experts of ``ids[rows, n]``, the likeliest of each row first, until the layer is resolved in this step."""
+        """Copy experts in ``ids[rows, n]`` (likeliest of each row first) until the layer is resolved in this step."""
         _check_control(control)
         if ids.dim() != 2 or ids.dtype not in self._ids or not ids.is_contiguous() or ids.numel() > MAX_GUESSES:
-            raise ValueError(f"guesses are {ids.dtype} {tuple(ids.shape)}, not {MAX_GUESSES} contiguous int32 or int64 at most")
+            raise ValueError(f"guesses are {ids.dtype} {tuple(ids.shape)}, not at most {MAX_GUESSES} contiguous int32 or int64")
         guess = _Guess(ids.data_ptr(), self._ids[ids.dtype], *ids.shape, first_expert, control.data_ptr())
         given = state.pointers, state.tensors()[0], table.data_ptr(), guess, state.ahead_pointers, _stream(ids)
         self._call("uvm_look_ahead", ids.device.index, *given)
@@ -301,9 +301,11 @@ class CudaOps:
         if counts.dtype != torch.int64 or counts.dim() != 3 or counts.shape[:2] != (2, 2) or not counts.is_contiguous():
             raise ValueError(f"counts are {counts.dtype} {tuple(counts.shape)}, not contiguous int64 [2, 2, experts]")
         if counts.size(2) > self.max_experts:
-            raise ValueError(f"{counts.size(2)} experts in one layer; the counters hold at most {self.max_experts}")
+            raise ValueError(f"a layer has {counts.size(2)} experts, but the counters support at most {self.max_experts}")
         if not source.is_cuda or not counts.device == control.device == source.device:
-            raise ValueError(f"routing on {source.device}, counts on {counts.device}, control on {control.device}")
+            raise ValueError(
+                f"routing on {source.device}, counts on {counts.device}, control on {control.device}: must be one GPU"
+            )
         return counts.size(2)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -327,7 +329,7 @@ def _check_lists(lists: BlockLists, ids: torch.Tensor, device: torch.device) -> 
         if tensor is not None and (tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.device != device):
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, not contiguous int32 on {device}")
     if lists.order is not None and ids.numel() * lists.block_size > lists.order.numel():
-        raise ValueError(f"{lists.order.numel()} rows are too few to align {ids.numel()} ids in blocks of {lists.block_size}")
+        raise ValueError(f"cannot align {ids.numel()} ids in blocks of {lists.block_size} with only {lists.order.numel()} rows")
 
 
 def _check_int32(name: str, tensor: torch.Tensor, size: int) -> None:

@@ -1,5 +1,5 @@
-"""Whether a graph captures and replays what slots overlap here: kernels that start before their predecessors have ended, and a
-stream that forks and joins. Tried once, on a few bytes, because SGLang's own capture would end the server where it does not."""
+"""Tests once, on a few bytes, whether a CUDA graph replays the overlap that slots use: kernels that start before their
+predecessors end, and a stream that forks and joins. If not, SGLang's own capture would end the server."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sglang_uvm_offload.routing.counts import Phase
 logger = logging.getLogger(__name__)
 
 _LAYERS, _EXPERTS, _SLOTS, _BYTES = 3, 2, 72, 64
-"""So many slots that some are kept for what comes ahead."""
+"""Enough slots that some are reserved for lookahead."""
 
 
 def with_overlap(slots: CudaSlots) -> CudaSlots:
-    """``slots``, which overlap nothing where the trial fails."""
+    """``slots``, with overlap disabled if the test fails."""
     try:
         works = _replays()
-        reason = "a graph of the trial replayed other bytes"
+        reason = "a test graph replayed wrong bytes"
     except (RuntimeError, CudaFailure) as failure:
         works, reason = False, str(failure)
     if not works:
         slots.overlaps = False
-        logger.warning("Expert offload: slots: a layer's misses all come before its first GEMM: %s", reason)
+        logger.warning("Expert offload: slots: no overlap: all misses of a layer are filled before its first GEMM: %s", reason)
     return slots
 
 
 def _replays() -> bool:
-    """Whether each layer finds its experts, and no other's, in the slots of both tensors."""
+    """Whether each layer finds exactly its experts in the slots of both tensors."""
     trial = _Trial()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # whatever other threads of the rank call meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads of the rank may call CUDA meanwhile
         trial.forward()
     trial.begin()
     graph.replay()
@@ -45,7 +45,7 @@ def _replays() -> bool:
 
 
 class _Trial:
-    """Layers of two experts, one row in each of two tensors, that miss all of them."""
+    """Layers with two experts and one row per expert in each of two tensors, all of which miss."""
 
     def __init__(self) -> None:
         rows = _LAYERS * _EXPERTS + _SLOTS

@@ -1,7 +1,7 @@
-"""``memory.slots.ExpertSlots`` on a GPU: one kernel a layer, captured into CUDA graphs with the rest of the step.
+"""``memory.slots.ExpertSlots`` on a GPU: one kernel per layer, captured into CUDA graphs with the rest of the step.
 
-It reads the ids, the residency and the policy's state from fixed addresses, so a graph captured once does what is right at each
-replay.
+The kernel reads the ids, the residency and the policy's state from fixed addresses, so each replay of a graph sees the current
+ones.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from sglang_uvm_offload.memory.staging import LINK_BLOCKS
 from sglang_uvm_offload.policy.slot_policy import NOT_HELD, assumed_counts
 
 PROGRAMMATIC = (9, 0)
-"""The first GPUs that start a kernel before the one in front of it has ended (CUDA Programming Guide, Programmatic Dependent
-Launch)."""
+"""The first compute capability with Programmatic Dependent Launch: kernels may start before their predecessor ends (CUDA
+Programming Guide)."""
 _TAKEN_BYTES = 16
-"""An int32, and what aligns the next pool."""
+"""An int32, padded to align the next pool."""
 
 
 class CudaSlots:
-    """``layers``: None for a layer without slots. ``slots``: of each pool. ``ahead``: whether to look ahead."""
+    """``ExpertSlots`` on a GPU. ``layers`` has None for layers without slots, ``slots`` is the number per pool, and ``ahead``
+    enables lookahead."""
 
     aligns = True
 
@@ -59,7 +60,7 @@ class CudaSlots:
         shapes = [(len(each), _width([layer for _, layer in each], self._ops.pool_chunk)) for each in served]
         self._nothing = _nothing_held(shapes).to(device)
         self._held = self._nothing.clone()
-        """What slots hold: the state of all pools."""
+        """What the slots hold: the state of all pools."""
         self._states: dict[int, SlotState] = {}
         counts = counters.slot_counts()
         kept = [turns(count) if ahead else 0 for count in slots]
@@ -68,7 +69,7 @@ class CudaSlots:
         for pool, each, rows in zip(_pools(self._held, shapes, slots), served, kept, strict=True):
             words = torch.zeros(2, self._ops.ahead_words, dtype=torch.int64).to(device)
             for at, (i, layer) in enumerate(each):
-                # Nothing comes before the first layer.
+                # The first layer has no predecessor to look ahead from.
                 turn = self._turn(pool, at % 2, words[at % 2]) if rows and i else None
                 self._states[i] = self._state(layer, pool, at, self._share[i], counts[i], turn)
         events, uses = assumed_counts()
@@ -77,22 +78,22 @@ class CudaSlots:
         self._ops.check_slot_table(self._table)
         counters.slot_table = self._table
         self.overlaps = True
-        """Whether kernels start before their predecessors have ended, and a second stream fills what is read later."""
+        """Whether kernels may start before their predecessors end, and a second stream fills what is read later."""
         self._programmatic = torch.cuda.get_device_capability(device) >= PROGRAMMATIC
         self._resolved: int | None = None
-        """The layer that was resolved last, since the step began."""
+        """The last layer resolved in this step."""
         self._brought = torch.zeros(1 + 2 * MAX_EXPERTS, dtype=torch.int32).to(device)
-        """The experts that were brought last, and their slots: read by the copy until it is awaited."""
+        """The last experts brought and their slots. The copy reads this until it is awaited."""
         self.link_blocks = LINK_BLOCKS
-        # As for stream buffers, of a high priority: the few blocks of a copy start when some block of another kernel ends.
+        # High priority, as for stream buffers: a copy's few blocks start as soon as any block of another kernel ends.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._filling = False
-        """Whether the calling stream has yet to wait for fills."""
+        """Whether the calling stream still has to wait for fills."""
         self._forked: torch.cuda.Event | None = None
-        """What it waits for then."""
+        """The event that it has to wait for."""
         self._ahead: int | None = None
-        """The layer that was looked ahead for last, while nothing waits for its copies."""
+        """The layer with lookahead copies that nothing has awaited yet."""
 
     def _turn(self, pool: PoolState, turn: int, words: torch.Tensor) -> AheadState:
         assert self._gain is not None
@@ -150,7 +151,8 @@ class CudaSlots:
 
     @property
     def _brings(self) -> bool:
-        """A graph is captured between steps, whatever the last one was, and is replayed by steps that bring nothing."""
+        """Whether this step brings experts. Never while capturing: a graph is captured between steps, whatever the last one
+        was, and replayed only by steps that bring nothing."""
         return self._step.brings and self.may_bring()
 
     def await_fills(self) -> bool:
@@ -164,11 +166,12 @@ class CudaSlots:
         state = self._states.get(layer)
         if state is None or state.ahead is None or not self._filling:
             return
-        # It is joined even if the layer is not resolved, or what follows fails: a capture must end with all that it forked.
+        # Set first, so that the stream is joined even if the layer is not resolved or the code below fails: a capture must end
+        # with all forked streams joined.
         self._ahead = layer
         with torch.cuda.stream(self._stream):
             logits = guess.logits()
-            self._forked = self._stream.record_event()  # the second GEMM may write where these were read
+            self._forked = self._stream.record_event()  # the second GEMM may overwrite the input of the logits
             ids = guess.experts(logits).contiguous()
             self._ops.look_ahead(state, self._table, ids, guess.first_expert, self._step.control)
 
@@ -195,7 +198,7 @@ class CudaSlots:
             raise failure.on(f"the experts of layer {layer}", Span(0, 0)) from failure
 
     def _fill(self, state: SlotState, chosen: torch.Tensor, later: frozenset[int] | None) -> None:
-        """On the other stream, after all that the calling one has been given."""
+        """Fill slots on the other stream, after the work enqueued on the calling one."""
         self._stream.wait_stream(torch.cuda.current_stream(chosen.device))
         self._filling = True
         try:
@@ -205,7 +208,7 @@ class CudaSlots:
             self._filling = False
             self.await_brought()
             if failure.error not in ENDS_PROCESS:
-                self.reset()  # the slots that were chosen hold other bytes
+                self.reset()  # the chosen slots hold other bytes
             raise
 
     def await_brought(self) -> None:
@@ -219,13 +222,13 @@ class CudaSlots:
 
 
 def _width(layers: Sequence[SlotLayer], chunk: int) -> int:
-    """Of ``PoolState``."""
+    """W of ``PoolState``."""
     most = max((layer.num_experts for layer in layers), default=0)
     return -(-most // chunk) * chunk
 
 
 def _nothing_held(shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """uint8, on the CPU: what pools hold at first, whose ``worth`` have these ``shapes``."""
+    """The initial state of pools whose ``worth`` have these ``shapes``: uint8 on the CPU."""
     held = torch.zeros(sum(map(_pool_bytes, shapes)), dtype=torch.uint8)
     for pool in _pools(held, shapes, [0] * len(shapes)):
         pool.worth.fill_(NOT_HELD)
@@ -233,7 +236,7 @@ def _nothing_held(shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 
 def _pools(held: torch.Tensor, shapes: Sequence[tuple[int, int]], slots: Sequence[int]) -> list[PoolState]:
-    """The pools whose state lies in ``held``."""
+    """The pools whose state is in ``held``."""
     parts = held.split(list(map(_pool_bytes, shapes)))
     return [_pool(*each) for each in zip(parts, shapes, slots, strict=True)]
 
@@ -249,7 +252,7 @@ def _pool_bytes(shape: tuple[int, int]) -> int:
 
 
 def _send(values: np.ndarray | Sequence[int], target: torch.Tensor) -> None:
-    """In stream order, to the first elements of ``target``. From pinned memory, or the caller would wait for the steps before;
-    torch keeps it until it was copied."""
+    """Copy ``values`` to the first elements of ``target`` in stream order. From pinned memory, or the caller would wait for
+    earlier steps; torch keeps that memory until the copy is done."""
     here = torch.as_tensor(values, dtype=target.dtype).pin_memory()
     target[: len(here)].copy_(here, non_blocking=True)

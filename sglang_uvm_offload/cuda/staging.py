@@ -1,7 +1,7 @@
-"""``Staging`` on a GPU: a kernel of few blocks copies during the steps, on a CUDA stream of its own.
+"""``Staging`` on a GPU: a kernel with few thread blocks copies alongside the steps on its own CUDA stream.
 
-The order of copies and readers is kept by events alone. The stream has a high priority: the few blocks of a copy start when
-some block of another kernel ends, not when all of that kernel's blocks have started.
+Only events order copies and readers. The stream has a high priority, so a copy's few blocks start as soon as any block of
+another kernel ends, instead of after all of that kernel's blocks have started.
 """
 
 from __future__ import annotations

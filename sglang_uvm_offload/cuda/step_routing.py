@@ -1,7 +1,7 @@
-"""The routing of a step's layers, counted together by one launch when its last layer has been routed.
+"""Counts the routing of all layers of a step in one launch, after the last layer is routed.
 
-A launch for each layer took 2.6 % of a decode step of 75 layers at batch 1 (GPU_STATUS.md). The ids stay where the router wrote
-them: until they are counted, a reference keeps their memory from being given to anybody else, in a graph's pool too.
+One launch per layer took 2.6 % of a decode step of 75 layers at batch 1 (GPU_STATUS.md). The ids stay where the router wrote
+them. A reference keeps their memory from being reused until they are counted, also in a graph's pool.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sglang_uvm_offload.cuda.structs import Counted
 logger = logging.getLogger(__name__)
 
 MOST_IDS = 1 << 14
-"""Of a layer that waits. A step with more takes long, and its ids would take VRAM that nobody planned."""
+"""The most ids of a layer that waits. A step with more is long anyway, and its ids would take unplanned VRAM."""
 
 
 class _Alike(NamedTuple):
-    """What layers that are counted together have in common."""
+    """What layers that are counted together must have in common."""
 
     packed: bool
     first_expert: int
@@ -30,21 +30,24 @@ class _Alike(NamedTuple):
 
 
 class StepRouting:
-    """One thread at a time may use it. Where a step's last layer is not routed, what waits is counted when the next step
-    begins, and each layer at once from then on: a graph of such a step would not count it."""
+    """The routing of a step's layers that waits to be counted. Use from one thread at a time.
+
+    If a step never routes the last layer, its waiting layers are counted when the next step begins. From then on, each layer is
+    counted immediately, because a graph of such a step would not count them.
+    """
 
     def __init__(self, ops: CudaOps, control: torch.Tensor, counts: torch.Tensor):
-        """``counts`` int64 ``[layers, 2, 2, experts]``."""
+        """``counts`` is int64 ``[layers, 2, 2, experts]``."""
         self._ops, self._control, self._counts = ops, control, counts
         self._waiting: list[Counted] = []
         self._alike: _Alike | None = None
         self._captured = False
         self._stream = torch.cuda.current_stream(counts.device)
-        """That which wrote the ids that wait."""
+        """The stream that wrote the waiting ids."""
         self._waits = True
 
     def count(self, routing: Counted, packed: bool, first_expert: int, lasting: bool) -> None:
-        """Count a layer now, or with the step's last one if its ids are ``lasting``."""
+        """Count a layer now or, if its ids are ``lasting``, together with the step's last layer."""
         ids, last = routing.ids, routing.layer == len(self._counts) - 1
         alike = _Alike(packed, first_expert, ids.dtype, ids.size(1))
         if self._waiting and (routing.layer < self._waiting[-1].layer or self._captured != _capturing()):
@@ -52,7 +55,7 @@ class StepRouting:
         if self._waiting and (alike != self._alike or len(self._waiting) == self._ops.max_counted):
             self._count()
         intact = [other for other in self._waiting if other.ids.data_ptr() != ids.data_ptr()]
-        if len(intact) < len(self._waiting):  # the layers write to one buffer after all
+        if len(intact) < len(self._waiting):  # layers reuse one buffer after all
             self._waits, self._waiting = False, intact
         if ids.numel() and lasting and self._waits and ids.numel() <= MOST_IDS:
             self._join()
@@ -64,7 +67,7 @@ class StepRouting:
             self._count()
 
     def end_early(self) -> None:
-        """Count what waits, if anything does: its step has ended."""
+        """Count the waiting layers, if any, because their step has ended."""
         if not self._waiting:
             return
         self._waits = False
@@ -73,8 +76,8 @@ class StepRouting:
             return
         self._waiting = []
         logger.warning(
-            "Expert offload: a CUDA graph was captured of a step that does not reach the last MoE layer; its routing is not "
-            "counted. Answers are not affected."
+            "Expert offload: a CUDA graph was captured for a step that does not reach the last MoE layer; its routing is not "
+            "counted. Outputs are unaffected."
         )
 
     def _count(self) -> None:
@@ -85,7 +88,7 @@ class StepRouting:
             self._ops.count_routing(layers, self._alike.packed, self._alike.first_expert, self._control, self._counts)
 
     def _join(self) -> None:
-        """The current stream reads the ids that wait, which another one may have written."""
+        """Let the current stream read the waiting ids, which another stream may have written."""
         stream = torch.cuda.current_stream(self._counts.device)
         if self._waiting and stream != self._stream:
             stream.wait_stream(self._stream)

@@ -1,4 +1,4 @@
-"""The structures that the compiled library takes and returns."""
+"""The structures that are passed to and from the compiled library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Span
 from sglang_uvm_offload.memory.slots import AHEAD_ROWS, MAX_TENSORS, NO_TENSORS, Rows
 
 ENDS_PROCESS = (700, 702, 710, 714, 715, 716, 717, 718, 719)
-"""Errors of a kernel after which every call of the process fails, as the CUDA runtime's documentation of each says: illegal
+"""Sticky kernel errors, after which every call of the process fails according to the CUDA runtime's documentation: illegal
 address, launch timeout, assert, hardware stack, illegal instruction, misaligned address, address space, program counter,
 launch failure."""
 
 
 class CudaFailure(RuntimeError):
-    """A CUDA call returned ``error``, the driver's description of which is ``reason``. ``span`` is the index of the failing
-    span, or None."""
+    """A CUDA call returned ``error``, which the driver describes as ``reason``. ``span`` is the index of the failing span, or
+    None."""
 
     def __init__(self, call: str, error: int, reason: str, span: int | None):
         super().__init__(f"{call} failed: {reason}")
@@ -31,7 +31,7 @@ class CudaFailure(RuntimeError):
         self.error = error
 
     def on(self, name: str, span: Span, call: str = "") -> ManagedMemoryError:
-        """As an error on the bytes ``span`` of the range ``name``. ``call``: what to name instead of the CUDA function."""
+        """This failure as an error on the bytes ``span`` of the range ``name``. ``call`` replaces the CUDA function's name."""
         return ManagedMemoryError(call or self.call, name, span, self.reason, ends_process=self.error in ENDS_PROCESS)
 
 
@@ -40,14 +40,14 @@ class _Span(ctypes.Structure):
 
 
 class Counted(NamedTuple):
-    """The routing of one layer in one step, to count."""
+    """The routing of one layer in one step, to be counted."""
 
     layer: int
-    """Its index among those that are counted."""
+    """The layer's index in the counts."""
     ids: torch.Tensor
-    """``[rows, top_k]``, the ids of a row next to each other."""
+    """``[rows, top_k]``, contiguous within a row."""
     in_place: bool
-    """Whether the layer reads its experts in place, which makes activations."""
+    """Whether the layer reads its experts in place, which counts as activations."""
 
 
 class _Counted(ctypes.Structure):
@@ -119,30 +119,30 @@ _NOTHING_AHEAD = _Ahead()
 
 
 class AheadState(NamedTuple):
-    """Where experts of a layer come ahead of its routing. All zeros at first."""
+    """Where a layer's experts are copied ahead of its routing. Initially zero."""
 
     first: int
-    """The slot of the first of ``AHEAD_ROWS``."""
+    """The slot of the first of ``AHEAD_ROWS`` rows."""
     resolved: torch.Tensor
-    """int32 ``[1]``: the step for which the layer was resolved last."""
+    """int32 ``[1]``: the last step that resolved the layer."""
     came: torch.Tensor
-    """int32 ``[AHEAD_ROWS + blocks]``, of the layer."""
+    """int32 ``[AHEAD_ROWS + blocks]``, per layer."""
     words: torch.Tensor
-    """int64 ``[CudaOps.ahead_words]``, of all layers that take turns."""
+    """int64 ``[CudaOps.ahead_words]``, shared by all layers that use the same half."""
     gain: torch.Tensor
-    """int64 ``[CudaOps.gain_kinds]``, of the model; the first ones are those of ``Gain``."""
+    """int64 ``[CudaOps.gain_kinds]``, per model. The first ones are those of ``Gain``."""
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """The slots that L layers share, and what they hold: the state of ``policy/slot_policy`` in VRAM. W: the experts of the
-    layer with the most, rounded up to a multiple of ``CudaOps.pool_chunk``."""
+    """The slots that L layers share, and what they hold: the state of ``policy/slot_policy`` in VRAM. W is the largest number
+    of experts of a layer, rounded up to a multiple of ``CudaOps.pool_chunk``."""
 
     num_slots: int
     worth: torch.Tensor
-    """uint8 ``[L, W]``, ``NOT_HELD`` at first."""
+    """uint8 ``[L, W]``, initially ``NOT_HELD``."""
     slot_of: torch.Tensor
-    """int32 ``[L, W]``: the slot, plus one; 0: none."""
+    """int32 ``[L, W]``: the expert's slot plus one, 0 for none."""
     taken: torch.Tensor
     """int32 ``[1]``"""
 
@@ -153,14 +153,14 @@ class PoolState:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A layer of E experts with slots: its tensors, and the state of ``policy/slot_policy`` in VRAM. int32 unless stated, all
-    zeros at first."""
+    """A layer of E experts with slots: its tensors, and the state of ``policy/slot_policy`` in VRAM. int32 unless stated,
+    initially zero."""
 
     rows: list[Rows]
     num_experts: int
     pool: PoolState
     at: int
-    """Which of the pool's layers it is."""
+    """The layer's index in the pool."""
     first_slot: int
     """The row of slot 0."""
     last: torch.Tensor
@@ -168,15 +168,15 @@ class SlotState:
     long: torch.Tensor
     """``[E]`` each."""
     classes: torch.Tensor
-    """``[2, E]``, plus one; 0: none yet"""
+    """``[2, E]``: class plus one, 0 for none yet."""
     fills: torch.Tensor
-    """``[1 + 2 * max_fills]``: how many, and the expert and the slot of each."""
+    """``[1 + 2 * max_fills]``: the number of fills, then the expert and the slot of each."""
     turn: torch.Tensor
-    """``[2]``: for the kernel's blocks."""
+    """``[2]``: used by the kernel's thread blocks."""
     share: torch.Tensor
-    """uint8 ``[E]``, or more"""
+    """uint8 ``[E]`` or longer."""
     came: torch.Tensor
-    """uint8 ``[E]``: whether it was brought for the last step for which any were."""
+    """uint8 ``[E]``: whether the expert was brought for the last step that brought any."""
     counts: torch.Tensor
     """int64 ``[2, 4, width]``"""
     ahead: AheadState | None = None
@@ -194,7 +194,7 @@ class SlotState:
         return _Ahead(AHEAD_ROWS, first, *(each.data_ptr() for each in tensors))
 
     def tensors(self, later: frozenset[int] = NO_TENSORS) -> tuple[_Rows, _Rows]:
-        """To copy rows of all tensors but those at the addresses ``later``, and of these."""
+        """Descriptors for copying rows: of all tensors except those at the addresses ``later``, and of the latter."""
         if later not in self._tensors:
             late = sum(1 << i for i, row in enumerate(self.rows) if row.address in later)
             self._tensors[later] = _rows(self.rows, (1 << len(self.rows)) - 1 - late), _rows(self.rows, late)
@@ -211,11 +211,11 @@ def _rows(rows: list[Rows], copied: int) -> _Rows:
 
 
 class SlotStep(NamedTuple):
-    """Where the kernels find what they must know of the step at hand, at addresses that stay."""
+    """What kernels need to know of the current step, at fixed addresses."""
 
     control: torch.Tensor
-    """That of the counters."""
+    """The counters' control words."""
     requests: torch.Tensor
-    """int32 ``[1 + 2 * MAX_REQUESTS]``, of a prefill: how many requests, and of each the first row and the one behind it."""
+    """int32 ``[1 + 2 * MAX_REQUESTS]`` of a prefill: the number of requests, then the ``[begin, end)`` rows of each."""
     brings: bool = False
-    """Whether experts are brought for it."""
+    """Whether the step brings experts into slots."""

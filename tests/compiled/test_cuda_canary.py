@@ -69,7 +69,7 @@ def test_what_asks_the_driver_and_builds_runs_nothing_of_the_current_folder(stan
         ({"fail": "cudaMemAdvise:1:801"}, "cuMemAdvise(SetAccessedBy) failed"),
         ({"fail": "cudaMemAdvise:3:801"}, "cuMemAdvise(SetPreferredLocation) failed"),
         ({"fail": "cudaMemPrefetchAsync:2:801"}, "cuMemPrefetchAsync failed"),
-        ({"corrupt": 1}, "the GPU's read in host RAM returned other bytes"),
+        ({"corrupt": 1}, "the GPU's read in host RAM returned wrong bytes"),
     ],
 )
 def test_the_call_that_fails_is_named_in_one_line(standin: Standin, settings, named):
@@ -81,7 +81,7 @@ def test_the_call_that_fails_is_named_in_one_line(standin: Standin, settings, na
 
 
 def test_a_gpu_that_is_not_there_is_named(standin: Standin):
-    assert standin.run(PROGRAM.replace("(0,)", "(0, 1)")).said == ["there is no CUDA device 1: the driver shows 1"]
+    assert standin.run(PROGRAM.replace("(0,)", "(0, 1)")).said == ["CUDA device 1 does not exist: the driver shows 1"]
 
 
 def test_a_driver_that_does_not_start_is_named(standin: Standin):

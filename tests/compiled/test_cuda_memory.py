@@ -287,7 +287,7 @@ def test_a_look_without_memory_for_what_it_compares_with_fails_as_one_and_keeps_
         """,
         fail="cudaHostAlloc:1:2",
     )
-    assert "allocate failed on what reads are compared with" in ran.said
+    assert "allocate failed on the reference block in VRAM" in ran.said
     assert "out of memory" in ran.said
     assert [call["managed"] for call in ran.named("cudaFree")][-1:] == [True]
 
@@ -516,7 +516,7 @@ def test_a_forked_child_leaves_its_parents_ranges_alone(standin):
     [
         ({}, None),
         ({"attribute_89": 0}, "concurrentManagedAccess is 0"),
-        ({"attribute_83": 0}, "no managed memory"),
+        ({"attribute_83": 0}, "does not support managed memory"),
         ({"driver": 12040}, "driver is too old: it supports CUDA 12.4"),
         ({"confidential": 1}, "confidential computing"),
         ({"cuinit": 100}, "no CUDA-capable device is detected"),

@@ -67,7 +67,7 @@ def test_a_node_that_has_no_room_for_all_that_is_offloaded_to_it_is_named(standi
     lines = standin.run(program, attribute_134=1, gpus=2).said
     assert len(lines) == (named is not None)
     for line in lines:
-        assert line.startswith(f"NUMA node 1 is nearest to GPU 0, 1 and has {named} available for 7.00 GiB of offloaded")
+        assert line.startswith(f"NUMA node 1, nearest to GPU 0, 1, has only {named} available for 7.00 GiB of offloaded")
 
 
 PLACED = """

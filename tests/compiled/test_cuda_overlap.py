@@ -156,10 +156,10 @@ OTHER_BYTES = "CudaOps.fill_slots = lambda *args: None"
 
 
 @pytest.mark.parametrize(
-    ("before", "why"), [("", None), (REFUSED, "CaptureUnsupported"), (OTHER_BYTES, "replayed other bytes")]
+    ("before", "why"), [("", None), (REFUSED, "CaptureUnsupported"), (OTHER_BYTES, "replayed wrong bytes")]
 )
 def test_slots_overlap_nothing_where_a_graph_does_not_replay_it(standin, before, why):
     ran = standin.run(TRIED.format(before=before))
     assert ran.said == [why is None, [why is None] * 2]
-    warned = "a layer's misses all come before its first GEMM"
+    warned = "all misses of a layer are filled before its first GEMM"
     assert (warned in ran.err, why is None or why in ran.err) == (why is not None, True)

@@ -223,7 +223,7 @@ def test_nothing_more_is_populated_where_others_have_taken_the_host_ram(standin)
         """
     )
     assert "w2" in ran.said
-    assert "of host RAM is left, and 512.0 MiB must stay free" in ran.said
+    assert "of host RAM is left, but 512.0 MiB must stay free" in ran.said
     assert [call["nbytes"] for call in ran.named("cudaMemPrefetchAsync")] == [2 * BLOCK]
 
 

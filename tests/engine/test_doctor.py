@@ -108,7 +108,7 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("quantization", "AttributeError: 'int' object has no attribute"),
         ("no weights", "no weights holds no *.safetensors file"),
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
-        ("a file", "config.json is a file: give the checkpoint's folder"),
+        ("a file", "config.json is a file; give the checkpoint's folder"),
         ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("no number", "--expert-offload-num-resident 'abc': must be auto, or a whole number of experts"),
     ],
@@ -142,7 +142,7 @@ def test_weights_that_the_launch_does_not_read_may_be_missing(answers):
 def test_a_launch_without_offloading_is_a_problem(answers):
     code, said = answers["offloading is off"]
     assert code == 1
-    assert "--expert-offload-num-resident: not given or -1, so SGLang would serve this launch without offloading" in said
+    assert "--expert-offload-num-resident: not set or -1, so SGLang would serve this launch without offloading" in said
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "bad choice"])
@@ -270,14 +270,14 @@ def test_auto_is_estimated_where_there_is_a_gpu(checkpoints: Checkpoints, sglang
     assert "GPU 0 (sm_90) can keep experts in unified memory" in said.out
     without = doctor_in(sglang, "--", "--device", "cpu", *launch)
     assert without.code == 1
-    assert "--expert-offload-num-resident auto: with --device cpu there is no VRAM to size for" in without.out
+    assert "--expert-offload-num-resident auto: --device cpu has no VRAM to size for" in without.out
 
 
 def test_each_gpu_of_the_launch_must_exist(checkpoints: Checkpoints, sglang_on_standin: Nurseries):
     launch = ("--model-path", str(checkpoints("qwen3_moe")), "--expert-offload-num-resident", "4", "--tp-size", "2")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *launch)
     assert said.code == 1, said.out + said.err[-2000:]
-    assert "PROBLEM  there is no CUDA device 1: the driver shows 1" in said.out
+    assert "PROBLEM  CUDA device 1 does not exist: the driver shows 1" in said.out
 
 
 def test_a_gpu_that_cannot_page_is_a_problem(sglang_on_standin: Nurseries):
@@ -306,7 +306,7 @@ def test_what_slows_reads_of_host_memory_is_warned_of(checkpoints: Checkpoints, 
     said = sglang_on_standin.run(SLOW_MACHINE.format(folder=str(tmp_path), arguments=["--", *ON_A_GPU, *launch]))
     assert said.code == 0, said.out + said.err[-2000:]
     assert "WARNING  the IOMMU translates reads of host memory by GPU 0 (its group has type DMA-FQ)" in said.out
-    assert "WARNING  0.0 MiB of host RAM is free in stretches of 2 MiB, for " in said.out
+    assert "WARNING  only 0.0 MiB of host RAM is free in blocks of 2 MiB, for " in said.out
 
 
 def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, sglang_on_standin: Nurseries):
@@ -314,6 +314,8 @@ def test_routing_in_the_kernels_of_blackwell_is_told(checkpoints: Checkpoints, s
     first_n = (*launch, "--expert-offload-resident-selection", "first_n")
     said = doctor_in(sglang_on_standin, "--", *ON_A_GPU, *first_n, **BLACKWELL)
     assert said.code == 0, said.out + said.err[-2000:]
-    assert "WARNING  --moe-runner-backend flashinfer_trtllm routes most models in its kernel: then no hit rate is" in said.out
+    assert (
+        "WARNING  --moe-runner-backend flashinfer_trtllm routes most models in its kernel, which leaves no hit rate" in said.out
+    )
     assert "estimated: 4 of 16 experts a layer in VRAM, " in said.out
-    assert "sets --disable-flashinfer-autotune" in said.out
+    assert "setting --disable-flashinfer-autotune" in said.out

@@ -109,10 +109,10 @@ def test_the_headroom_is_taken_off(launch):
         ("a number not cached", [NO_WEIGHTS]),
         ("incomplete", ["the download is not complete"]),
         ("a number, incomplete", ["the download is not complete"]),
-        ("two GPUs", ["  - there is no CUDA device 1: the driver shows 1"]),
-        ("headroom of all", ["--expert-offload-headroom-gb 8.0: leaves nothing of --mem-fraction-static 0.5"]),
+        ("two GPUs", ["  - CUDA device 1 does not exist: the driver shows 1"]),
+        ("headroom of all", ["--expert-offload-headroom-gb 8.0: uses up all of --mem-fraction-static 0.5"]),
         ("slots by a foreign profile", ["foreign.npz: is of another model", "--cpu-offload-gb: cannot"]),
-        ("no drafts", ["--expert-offload-config draft_num_resident 2: no draft model is loaded", "leave it out"]),
+        ("no drafts", ["--expert-offload-config draft_num_resident 2: no draft model is loaded", "remove it"]),
     ],
 )
 def test_what_needs_no_rank_ends_the_launch_with_every_reason(launch, case, parts):

@@ -35,7 +35,7 @@ def changed(path: str, old: str, new: str) -> set[str]:
         ),
         (KERNELS, "UVM_API int uvm_max_rows()", "UVM_API int uvm_most_rows()", set()),
         ("sglang_uvm_offload/cuda/read_times.py", "FAULT_CYCLES = 100_000", "FAULT_CYCLES = 10", {"read times"}),
-        ("sglang_uvm_offload/cuda/read_times.py", '"""A first read of fewer cycles was no fault.', '"""Other words,', set()),
+        ("sglang_uvm_offload/cuda/read_times.py", '"""A first read with fewer cycles did not fault.', '"""Other words,', set()),
         ("sglang_uvm_offload/cuda/read_times.py", "FAULT_OVER_NEAR = 10", "FAULT_OVER_NEAR  =  10  # times", set()),
     ],
 )
