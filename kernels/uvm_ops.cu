@@ -1,12 +1,12 @@
 // CUDA unified memory, routing counters and slots of sglang-uvm-offload, behind a plain C ABI.
 //
-// Python loads this with ctypes, so every call releases the GIL, and a cold build takes seconds because it includes no
-// torch headers. Python validates all arguments; this file checks every CUDA return code. A function that can fail
+// Python loads this library with ctypes, so every call releases the GIL. It includes no torch headers, so a cold build
+// takes seconds. Python validates all arguments; this file checks every CUDA return code. A function that can fail
 // returns its cudaError_t and fills a uvm_failure with the call, the span, and the driver's description. It then clears
-// the runtime's "last error", because the next reader (torch, after its next launch) would take it for its own.
+// the runtime's "last error", which the next reader (torch, after its next launch) would mistake for its own.
 //
-// Launches use cudaLaunchKernelExC rather than <<<>>>: it returns its own error, and a host compiler accepts it, so the
-// tests run these same kernels on a CPU.
+// Launches use cudaLaunchKernelExC instead of <<<>>>, because it returns its own error and a host compiler accepts it.
+// The tests compile these same kernels for a CPU.
 
 #include <cuda_runtime.h>
 
@@ -43,89 +43,89 @@ struct uvm_copy {
     size_t nbytes;
 };
 
-// The routing of one layer, to count.
+// The routing of one layer, to be counted.
 struct uvm_counted {
     const void* ids;  // [rows][k], rows row_stride elements apart
     int rows;
     int row_stride;
-    int layer;     // of the counts
-    int in_place;  // whether it reads its experts in place; if not, only routed tokens count, not activations
+    int layer;     // index into the counts
+    int in_place;  // whether the layer reads its experts in place; if not, activations are not counted
 };
 
-// The slots that some layers share, all in VRAM. L layers, W experts of each, of which the last ones may not exist.
+// The slots that L layers share, all in VRAM. Each layer has up to W experts.
 struct uvm_pool {
     int num_slots;
     int layers;            // L
     int width;             // W, a multiple of pool_chunk
-    unsigned char* worth;  // [L][W] of each expert in a slot, as of its layer's last launch; not_held: in none
-    int* slot_of;          // [L][W] the slot with a copy of the expert, plus one; 0: none
-    int* taken;            // [1] slots that were ever filled: the first ones
+    unsigned char* worth;  // [L][W] of each expert in a slot, as of its layer's last launch; not_held if in none
+    int* slot_of;          // [L][W] the slot with a copy of the expert, plus one; 0 for none
+    int* taken;            // [1] number of slots ever filled, which are the first ones
 };
 
-// One layer with slots. E experts.
+// One layer with slots and E experts.
 struct uvm_slots {
     uvm_pool pool;
-    int at;                      // which layer of the pool it is
-    int first_slot;              // the row of slot 0 in each of its tensors
+    int at;                      // index of the layer in the pool
+    int first_slot;              // row of slot 0 in each of the layer's tensors
     int num_experts;             // E
     int width;                   // of counts
     unsigned* last;              // [E]
     unsigned* lately;            // [E]
     unsigned* long_;             // [E]
-    int* classes;                // [2][E] after the last step and the one before, plus one; 0: none yet
-    int* fills;                  // [1 + 2 * max_fills] the number of fills, then expert and slot of each
-    unsigned* turn;              // [2] blocks arrived so far; the launch whose fills are chosen, and how many
+    int* classes;                // [2][E] class plus one after the last step and the one before; 0 for none yet
+    int* fills;                  // [1 + 2 * max_fills] number of fills, then expert and slot of each
+    unsigned* turn;              // [2] blocks arrived so far; launch whose fills are chosen, and number of fills
     const unsigned char* share;  // [E] how much of each expert is offloaded
-    unsigned char* came;         // [E] whether it was brought for the last step for which any were
+    unsigned char* came;         // [E] whether the expert was brought for the last step that brought any
     unsigned long long* counts;  // [2 phases][slot_kinds][width]
 };
 
 // The routing of one layer in one step, and how its rows are computed.
 struct uvm_routing {
-    const void* ids;  // [rows][k] contiguous local expert ids; any other id does not count
+    const void* ids;  // [rows][k] contiguous; ids that are not local experts are ignored
     int kind;         // of ids
     int rows;
     int k;
-    int* order;   // [num_blocks * block_size] null, or where to align at most max_aligned ids
+    int* order;   // [num_blocks * block_size] output of aligning at most max_aligned ids, or null
     int* blocks;  // [num_blocks] the expert of each block of rows, -1 for none
     int num_blocks;
     int* padded;     // [1] rows in computed blocks
-    int num_padded;  // 2: padded[1] is, of the aligned ids, the number of blocks without an expert
+    int num_padded;  // 2 if padded[1] receives the number of aligned blocks without an expert
     int block_size;
-    int read_rows;             // rows for which one read of their expert in place is enough
-    int brings;                // whether experts are brought for the step, so that misses fill no slots
-    const long long* control;  // as for the counters
-    const int* requests;  // [1 + 2 * max_requests] for a prefill: how many end in it, and of each the first row and
-                          // the one behind the last
+    int read_rows;             // rows that one zero-copy read of their expert serves
+    int brings;                // whether the step brings experts into slots, so that misses fill none
+    const long long* control;  // the counters' control words
+    const int* requests;  // [1 + 2 * max_requests] for a prefill: number of requests that end in it, then [begin, end)
+                          // rows of each
 };
 
 // A layer's per-expert tensors: row r of tensor i is at base[i] + r * nbytes[i]. Rows from first_slot on are slots.
 struct uvm_rows {
     int count;
-    unsigned copied;  // of which a call copies rows: a bit for each
+    unsigned copied;  // bit mask of the tensors whose rows a call copies
     char* base[16];
     size_t nbytes[16];
 };
 
-// Slots that hold no expert of the policy's: layers take turns to have experts copied there ahead of their own routing.
-// For one of these layers. All zeros: there are none.
+// One layer's view of the lookahead slots, which the policy does not use. Layers take turns having experts copied there
+// ahead of their routing. All zeros without lookahead.
 struct uvm_ahead {
     int rows;                   // ahead_rows
-    int first;                  // the slot of the first one
-    unsigned* resolved;         // [1] the step for which the layer was resolved last
-    int* came;                  // [ahead_rows + ahead_blocks] as of that: the expert that it uses of each row, plus
-                                // one, 0: none; and the units that each block had copied
-    unsigned long long* words;  // [ahead_words] of all layers that take turns (ahead_word)
+    int first;                  // the first of these slots
+    unsigned* resolved;         // [1] the last step that resolved the layer
+    int* came;                  // [ahead_rows + ahead_blocks] as of that step: the expert used from each row plus one,
+                                // 0 for none; then the units that each block had copied
+    unsigned long long* words;  // [ahead_words] shared by the layers that use the same slots (ahead_word)
     unsigned long long* gain;   // [gain_kinds] of the model
 };
 
-// A guess of the experts of a layer.
+// A guess of the experts that a layer will use.
 struct uvm_guess {
-    const void* ids;  // [rows][k] of the model's numbers, the likeliest of each row first
+    const void* ids;  // [rows][k] in the model's numbering, likeliest of each row first
     int kind;         // of ids
     int rows;
     int k;
-    int first_expert;  // the number of the layer's first one
+    int first_expert;  // the model's number of the layer's first local expert
     const long long* control;
 };
 }
@@ -140,30 +140,30 @@ constexpr int max_experts = 4096;
 constexpr int max_devices = 64;
 constexpr int timing_blocks = 64;
 constexpr int timing_lines = 3;
-constexpr int timing_stride = 1 << 10;  // to another cache line of the same page
+constexpr int timing_stride = 1 << 10;  // reaches another cache line of the same page
 constexpr int max_counted = 128;        // layers
 constexpr int max_copies = 32;          // tensors of one layer
-constexpr int max_readers = 16;         // threads of the CPU
-constexpr int max_pieces = 1 << 14;     // of one copy, whose place can be told
-constexpr size_t copy_piece = 2 << 20;  // what the driver keeps in one place
+constexpr int max_readers = 16;         // CPU threads
+constexpr int max_pieces = 1 << 14;     // pieces of one copy whose location can be passed
+constexpr size_t copy_piece = 2 << 20;  // the driver's block size
 constexpr int copy_threads = 256;
 constexpr int copy_loads = 8;  // 16-byte loads in flight per thread
 constexpr size_t copy_unit = (size_t)copy_threads * copy_loads * sizeof(uint4);
 constexpr size_t copy_chunk = 4 * copy_unit;
 constexpr unsigned int piece_chunks = copy_piece / copy_chunk;
-constexpr int read_blocks = 264;  // two for each SM of an H100
+constexpr int read_blocks = 264;  // two per SM of an H100
 constexpr int max_rows = sizeof(uvm_rows::base) / sizeof(char*);
 constexpr int max_slot_experts = 1024;  // of one layer
 constexpr int max_pool_experts = 1 << 17;
-constexpr int pool_chunk = sizeof(uint4);  // experts whose worth one load reads
+constexpr int pool_chunk = sizeof(uint4);  // experts per load of worths
 constexpr int max_fills = 64;
 constexpr int max_requests = 256;
 constexpr int max_aligned = 64;
 constexpr int slot_blocks = 32;  // a power of two
-constexpr int fills_bits = 7;    // of a number of fills
+constexpr int fills_bits = 7;    // bits of the number of fills
 static_assert(max_fills < 1 << fills_bits, "they share a word with the number of the launch");
-constexpr int ahead_rows = 2;    // experts that come ahead for one layer
-constexpr int ahead_blocks = 8;  // that copy them: what they have begun when the layer is resolved is in its way
+constexpr int ahead_rows = 2;    // experts copied ahead for one layer
+constexpr int ahead_blocks = 8;  // thread blocks that copy them; units in flight when the layer is resolved delay it
 constexpr int max_guesses = copy_threads;
 }  // namespace
 
@@ -200,7 +200,7 @@ cudaError_t fail(uvm_failure* failure, const char* call, int span, cudaError_t e
     return error;
 }
 
-// Prefetch and advice have no graph node type. During capture they would break the graph or, worse, act once at capture
+// Prefetch and advice have no graph node type. During capture they would break the graph or, worse, run once at capture
 // and never at replay.
 cudaError_t refuse_capture(uvm_failure* failure, cudaStream_t caller) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -211,7 +211,7 @@ cudaError_t refuse_capture(uvm_failure* failure, cudaStream_t caller) {
                 "the calling stream is capturing a CUDA graph");
 }
 
-// Makes `device` current for the calling thread until the end of the scope.
+// Makes `device` current on the calling thread until the end of the scope.
 class on_device {
   public:
     on_device(int device, uvm_failure* failure) {
@@ -238,8 +238,8 @@ class on_device {
     bool moved_ = false;
 };
 
-// Lets the calling thread make calls, until the end of the scope, that would invalidate another thread's capture (in
-// global mode, which torch uses).
+// Until the end of the scope, lets the calling thread make calls that would otherwise invalidate another thread's
+// capture in global mode, which torch uses.
 class relaxed_capture {
   public:
     explicit relaxed_capture(uvm_failure* failure) {
@@ -259,12 +259,12 @@ class relaxed_capture {
 };
 
 // ---- advice and prefetch across CUDA versions -----------------------------------------------------------------------
-// CUDA 13 takes a cudaMemLocation (and prefetch also a flags word), CUDA 12.2 to 12.9 take the same in functions with
-// the suffix _v2, and older versions take an int, with cudaCpuDeviceId (-1) for the host. In a cudaMemLocation, the
-// host is a location *type*: cudaCpuDeviceId as the id of a device-type location is not a valid device.
+// CUDA 13 takes a cudaMemLocation (prefetch also takes flags). CUDA 12.2 to 12.9 take it in functions with the suffix
+// _v2. Older versions take an int, with cudaCpuDeviceId (-1) for the host. In a cudaMemLocation, the host is a location
+// *type*; cudaCpuDeviceId is not a valid id of a device-type location.
 
-// The NUMA node for each device's host pages, plus one; 0: the node that the calling thread runs on. Set before any
-// range exists.
+// The NUMA node of each device's host pages plus one; 0 for the node of the calling thread. Set before any range
+// exists.
 int host_nodes[max_devices];
 
 #if CUDART_VERSION >= 12020
@@ -312,9 +312,9 @@ cudaError_t advise_all(uvm_failure* failure, char* address, const uvm_span* span
     return cudaSuccess;
 }
 
-// One non-blocking stream per device and use, for the life of the process: a prefetch on the caller's stream would
-// delay the caller's kernels, and one on the legacy stream would wait for all kernels. A move does not wait for what
-// another thread populates.
+// One non-blocking stream per device and use, for the life of the process. A prefetch on the caller's stream would
+// delay the caller's kernels, and one on the legacy stream would wait for all kernels. Separate streams per use keep
+// moves from waiting for another thread's populating.
 cudaError_t prefetch_stream(uvm_failure* failure, int device, stream_use use, cudaStream_t* stream) {
     static std::mutex mutex;
     static cudaStream_t streams[stream_uses][max_devices];
@@ -334,8 +334,8 @@ cudaError_t prefetch_stream(uvm_failure* failure, int device, stream_use use, cu
     return cudaSuccess;
 }
 
-// Prefetches the spans, in order, and waits for them. If a call fails, later ones are skipped, but moves in flight
-// still complete. `count` becomes the number of spans that have arrived.
+// Prefetches the spans in order and waits. If a call fails, later ones are skipped, but moves in flight still complete.
+// `count` becomes the number of spans that have arrived.
 cudaError_t prefetch_all(uvm_failure* failure, char* address, const uvm_span* spans, int* count, int place, int device,
                          cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
@@ -355,7 +355,7 @@ cudaError_t prefetch_all(uvm_failure* failure, char* address, const uvm_span* sp
     return error;
 }
 
-// `programmatic`: whether it may start before the kernel in front of it has ended, on a GPU of sm_90 or newer.
+// `programmatic`: on sm_90 and newer, the kernel may start before its predecessor ends.
 cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, int blocks, int threads,
                    void** arguments, cudaStream_t stream, bool programmatic = false) {
     cudaLaunchConfig_t config = {};
@@ -371,27 +371,27 @@ cudaError_t launch(uvm_failure* failure, const void* kernel, const char* name, i
     return error == cudaSuccess ? error : fail(failure, name, -1, error);
 }
 
-// A kernel that was launched programmatically waits here until the one in front of it has ended and its writes show.
+// In a programmatic launch, waits until the preceding kernel has ended and its writes are visible.
 __device__ void await_earlier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may start, if it is launched programmatically.
+// Lets the next kernel start if it is launched programmatically.
 __device__ void begin_later() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// The tests' host build defines its own read, whose time depends on where the page is.
+// The tests' host build defines its own read, whose latency depends on where the page is.
 #ifndef UVM_READ_NOW
 __device__ unsigned int read_now(const char* from) { return *(const volatile unsigned int*)from; }
 #endif
 
-// Cycles of one read. The store to shared memory waits for the word, and the clock read waits for the store; without
-// the store, the compiler reads the clock while the load is in flight.
+// Cycles of one read. The store to shared memory waits for the load, and the clock read waits for the store. Without
+// the store, the compiler would read the clock while the load is in flight.
 __device__ unsigned int time_read(const char* from) {
     __shared__ volatile unsigned int arrived;
     const long long before = clock64();
@@ -412,17 +412,17 @@ extern "C" __global__ void uvm_time_reads_kernel(const unsigned long long* addre
     }
 }
 
-// Puts future host pages of `device` on a NUMA node, or with -1 on the node that the calling thread runs on.
+// Puts future host pages of `device` on a NUMA node, or with -1 on the calling thread's node.
 UVM_API void uvm_use_host_node(int device, int node) {
     if (device >= 0 && device < max_devices) host_nodes[device] = node + 1;
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
-// Reserves nbytes at a multiple of `align` and advises AccessedBy the device for all of them: the GPU then has its
-// pages mapped wherever they are, and moving an expert takes one advice and one prefetch per span. `base` is the
-// argument for uvm_free. If the driver's address is not aligned, the range is allocated again with room to align it:
-// untouched address space costs no memory.
+// Reserves nbytes at a multiple of `align` and advises AccessedBy the device for all of them. The GPU then has pages
+// mapped wherever they are, and moving an expert takes one advice and one prefetch per span. `base` is the argument for
+// uvm_free. If the driver's address is not aligned, the range is reallocated with room for alignment; untouched address
+// space costs no memory.
 UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t caller, void** base, void** address,
                          uvm_failure* failure) {
     on_device guard(device, failure);
@@ -450,8 +450,8 @@ UVM_API int uvm_allocate(int device, size_t nbytes, size_t align, cudaStream_t c
     return cudaSuccess;
 }
 
-// Runs when the last tensor is freed, perhaps while a stream captures a graph: relaxed mode keeps the calling thread's
-// capture valid.
+// Called when the last tensor is freed, perhaps while a stream is capturing a graph. Relaxed mode keeps the calling
+// thread's capture valid.
 UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -462,14 +462,13 @@ UVM_API int uvm_free(int device, void* base, uvm_failure* failure) {
 }
 
 // Makes `place` the preferred location of the spans, moves them there, and returns when they have arrived. The order of
-// the calls keeps what a step in flight reads mapped for the GPU, but for blocks on their way (as read in the open
-// kernel modules): a span in one block is unmapped while that block is copied, a longer one from its first copy until
-// the driver passes over it again to map it. So the caller gives few bytes at a time.
-// To the GPU: prefetch, wait, advise. Advice to prefer the GPU drops the mapping of pages in host RAM at once, so
-// kernels fault until the prefetch reaches the page (measured for 16 MiB: at least 0.04 ms lost, 0.004 in this order).
-// To the host: advise, prefetch, wait. Pages that arrive in host RAM while they prefer the GPU are not mapped for it,
-// and the GPU's reads would migrate them back.
-// If a call fails, later calls are skipped, but moves in flight still complete. The first failure is reported.
+// calls keeps what a running step reads mapped for the GPU, except for blocks being moved. According to the open kernel
+// modules, a span within one block is unmapped while that block is copied; a longer span is unmapped from its first
+// copy until the driver's second pass maps it. So the caller moves few bytes at a time. To the GPU: prefetch, wait,
+// advise. Advice to prefer the GPU immediately unmaps pages in host RAM, so kernels fault until the prefetch reaches
+// the page (measured for 16 MiB: at least 0.04 ms lost, 0.004 in this order). To the host: advise, prefetch, wait.
+// Pages that arrive in host RAM while they prefer the GPU are not mapped for it, and the GPU's reads would migrate them
+// back. If a call fails, later calls are skipped, but moves in flight still complete. The first failure is reported.
 UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int count, int place, cudaStream_t caller,
                       uvm_failure* failure) {
     on_device guard(device, failure);
@@ -497,8 +496,8 @@ UVM_API int uvm_place(int device, char* address, const uvm_span* spans, int coun
     return error;
 }
 
-// Makes the host the preferred location of the bytes, and moves nothing. What is written there before uvm_populate
-// populates it goes to host pages.
+// Makes the host the preferred location of the bytes without moving them. Bytes written before uvm_populate go to host
+// pages.
 UVM_API int uvm_prefer_host(int device, char* address, size_t nbytes, cudaStream_t caller, uvm_failure* failure) {
     on_device guard(device, failure);
     if (guard.error != cudaSuccess) return guard.error;
@@ -512,7 +511,7 @@ UVM_API int uvm_prefer_host(int device, char* address, size_t nbytes, cudaStream
 }
 
 namespace {
-// Reads a byte of every `step`-th block of the spans, from block `first` on. A read changes no byte, whoever writes.
+// Reads a byte of every `step`-th block of the spans, from block `first` on. Reading is safe while others write.
 void read_by_cpu(const char* address, const uvm_span* spans, int count, int first, int step) {
     int block = 0;
     for (int i = 0; i < count; i++) {
@@ -522,13 +521,13 @@ void read_by_cpu(const char* address, const uvm_span* spans, int count, int firs
     }
 }
 
-// The same of all blocks, by `readers` threads. They call no CUDA.
+// Reads a byte of every block with `readers` threads, which make no CUDA calls.
 void read_by_threads(const char* address, const uvm_span* spans, int count, int readers) {
     std::thread others[max_readers];
     for (int i = 1; i < readers; i++) {
         try {
             others[i] = std::thread(read_by_cpu, address, spans, count, i, readers);
-        } catch (const std::system_error&) {  // no more threads may start
+        } catch (const std::system_error&) {  // out of threads
             read_by_cpu(address, spans, count, i, readers);
         }
     }
@@ -539,15 +538,15 @@ void read_by_threads(const char* address, const uvm_span* spans, int count, int 
 }
 }  // namespace
 
-// Populates in host RAM what of the spans is not populated yet, and returns when it is there. All of it prefers the
-// host. For a thread that launches nothing, so it has no stream that could be capturing.
-// The first read of a block by the CPU takes all of it, zeroed, in the largest pieces that host RAM has, on the NUMA
-// node that the block prefers, and maps it for the GPU (open kernel modules, 580.95.05:
+// Populates the unpopulated part of the spans in host RAM and returns when it is there. The spans must prefer the host.
+// The calling thread launches no kernels, so it has no stream that could be capturing.
+// The CPU's first read of a block populates all of it with zeros, in the largest pages that host RAM has, on the
+// block's preferred NUMA node, and maps it for the GPU (open kernel modules, 580.95.05:
 // `uvm_perf_prefetch_prenotify_fault_migrations` of uvm_perf_prefetch.c; `block_populate_pages_cpu`,
-// `block_select_node_residency` and `block_service_finish_map_accessed_by` of uvm_va_block.c). It takes no lock of the
-// driver's library, and that of the address space only to read. The prefetch finds this, and makes what is missing: of
-// a block that was written before, or by a driver with other rules. Host RAM for the spans must be free: where there is
-// none a prefetch fails, but the kernel repeats the read, or kills a process.
+// `block_select_node_residency` and `block_service_finish_map_accessed_by` of uvm_va_block.c). A read takes no lock of
+// the driver's library, and the address space lock only shared. The prefetch then populates what is still missing, in
+// blocks that were written before or under a driver with other rules. Enough host RAM must be free: without it, a
+// prefetch fails, but a read is retried by the kernel or gets a process killed.
 UVM_API int uvm_populate(int device, char* address, const uvm_span* spans, int count, int readers,
                          uvm_failure* failure) {
     on_device guard(device, failure);
@@ -562,8 +561,8 @@ UVM_API int uvm_populate(int device, char* address, const uvm_span* spans, int c
     return prefetch_all(failure, address, spans, &count, place_host, device, stream);
 }
 
-// Times one read at each of `count` addresses, and then `timing_lines` more on the same page. Returns when all are
-// done. The GPU uses both arrays in place, so pinned memory is enough.
+// Times one read at each of `count` addresses, then `timing_lines` more on the same page. Returns when all are done.
+// The GPU accesses both arrays in place, so pinned memory is enough.
 UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int count, uvm_read_time* times,
                            uvm_failure* failure) {
     on_device guard(device, failure);
@@ -575,7 +574,7 @@ UVM_API int uvm_time_reads(int device, const unsigned long long* addresses, int 
     cudaError_t error = prefetch_stream(failure, device, moves, &stream);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&addresses, &count, &times};
-    // One thread per block, because a warp waits for its slowest read. Few blocks, so that steps barely slow down.
+    // One thread per block, because a warp waits for its slowest read. Few blocks, so that steps hardly slow down.
     int blocks = count < timing_blocks ? count : timing_blocks;
     error = launch(failure, (const void*)uvm_time_reads_kernel, "uvm_time_reads", blocks, 1, arguments, stream);
     if (error != cudaSuccess) return error;
@@ -598,18 +597,18 @@ UVM_API int uvm_versions(int* runtime, int* driver, uvm_failure* failure) {
 }
 
 // ---- copies of a layer's experts into plain VRAM --------------------------------------------------------------------
-// By a kernel, not the copy engine: on an H200, while a memory-bound kernel runs, 16 blocks copy at 51 GB/s over the
-// link, cudaMemcpyAsync at 26 to 31 (benchmarks/results/2026-11-26-nvidia-h200/stream.json). A kernel also reads each
-// byte wherever it is, so experts may move meanwhile.
+// A kernel copies, not the copy engine: on an H200 beside a memory-bound kernel, 16 blocks copy at 51 GB/s over the
+// link and cudaMemcpyAsync at 26 to 31 (benchmarks/results/2026-11-26-nvidia-h200/stream.json). A kernel also reads
+// each byte wherever it is, so experts may move meanwhile.
 //
-// What is in VRAM has blocks of its own. The same 16 copied it at 130 to 210 GB/s beside a MoE, so a layer that was
-// mostly resident kept them from the link.
+// Separate blocks copy what is in VRAM. The same 16 copied it at 130 to 210 GB/s beside a MoE kernel, so with a mostly
+// resident layer they were not available for the link.
 
 namespace {
 struct layer_copies {
     uvm_copy part[max_copies];
-    unsigned int pieces[max_copies];        // of the parts up to each one
-    unsigned int in_vram[max_pieces / 32];  // a bit for each piece
+    unsigned int pieces[max_copies];        // running total over the parts
+    unsigned int in_vram[max_pieces / 32];  // one bit per piece
     unsigned int near;                      // pieces in VRAM
     int count;
 };
@@ -635,14 +634,14 @@ __device__ void copy_row(const char* from, char* to, size_t nbytes) {
     for (size_t i = threadIdx.x; i < nbytes; i += copy_threads) to[i] = from[i];
 }
 
-// Finds pieces of one kind, each time one further on.
+// State of a search for successive pieces of one kind.
 struct piece_search {
     bool in_vram;
     int word;             // where the last one was found
-    unsigned int passed;  // pieces of this kind in the words before
+    unsigned int passed;  // pieces of this kind in earlier words
 };
 
-// The number of the piece that has `before` others of its kind before it.
+// The index of the piece with `before` pieces of its kind before it.
 __device__ unsigned int find_piece(const layer_copies& copies, piece_search& search, unsigned int before) {
     for (; search.word < max_pieces / 32; search.word++) {
         unsigned int bits = search.in_vram ? copies.in_vram[search.word] : ~copies.in_vram[search.word];
@@ -653,13 +652,12 @@ __device__ unsigned int find_piece(const layer_copies& copies, piece_search& sea
         }
         search.passed += here;
     }
-    return max_pieces + before - search.passed;  // where those lie is not known
+    return max_pieces + before - search.passed;  // pieces with unknown location
 }
 }  // namespace
 
-// Blocks claim one chunk at a time. The first `link_blocks` take what is behind the link, so that it is busy all the
-// time, and help with VRAM after that. The others take what is in VRAM. Which pieces those are may have changed
-// meanwhile; then only the time is another.
+// Blocks claim one chunk at a time. The first `link_blocks` copy what is behind the link, to keep it busy, and then
+// help with VRAM. The others copy what is in VRAM. A stale map of what is in VRAM costs time, never correctness.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_copy_kernel(layer_copies copies, int link_blocks, unsigned int* claimed) {
     __shared__ unsigned int claim, found;
@@ -691,10 +689,10 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     }
 }
 
-// Copies `count` tensors, in stream order, by up to `link_blocks` blocks what is behind the link, and by up to
-// `vram_blocks` what is in VRAM. `in_vram`: a bit for each 2 MiB of each tensor, where they are now; `known` of them,
-// the rest counts as behind the link. `claimed`: two words of VRAM that no other copy in flight uses. Refused while the
-// caller's stream captures: a graph would copy at each replay.
+// Copies `count` tensors in stream order, with up to `link_blocks` blocks for what is behind the link and up to
+// `vram_blocks` for what is in VRAM. `in_vram` has one bit per 2 MiB of each tensor, `known` bits in total; the rest
+// counts as behind the link. `claimed`: two words of VRAM that no other copy in flight uses. Fails while the caller's
+// stream is capturing, because a graph would copy at each replay.
 UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, const unsigned char* in_vram, int known,
                            int link_blocks, int vram_blocks, unsigned int* claimed, cudaStream_t caller,
                            cudaStream_t stream, uvm_failure* failure) {
@@ -732,8 +730,8 @@ UVM_API int uvm_copy_layer(int device, const uvm_copy* parts, int count, const u
 
 // ---- reads in place, to measure the link ----------------------------------------------------------------------------
 
-// Reads `count` pieces of `nbytes` wherever they lie, as MoE kernels do: plain loads of 16 bytes, by blocks on all SMs.
-// One store depends on all loads, so that none is left out.
+// Reads `count` pieces of `nbytes` wherever they are, like MoE kernels: plain 16-byte loads by blocks on all SMs. A
+// store depends on all loads, so that the compiler keeps them.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_read_kernel(const unsigned long long* pieces, int count, size_t nbytes, unsigned* sink) {
     const size_t words = nbytes / sizeof(uint4), unit = (size_t)copy_threads * copy_loads;
@@ -754,8 +752,8 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     if (seen == 1) *sink = seen;
 }
 
-// In stream order. `pieces`, in VRAM or pinned: addresses that are multiples of 16, as `nbytes` is. `sink`: a word of
-// VRAM.
+// Runs in stream order. `pieces` (in VRAM or pinned) are addresses. They and `nbytes` are multiples of 16. `sink` is a
+// word of VRAM.
 UVM_API int uvm_read_pieces(const unsigned long long* pieces, int count, size_t nbytes, unsigned* sink,
                             cudaStream_t stream, uvm_failure* failure) {
     if (count <= 0 || nbytes == 0 || nbytes % sizeof(uint4)) {
@@ -767,9 +765,10 @@ UVM_API int uvm_read_pieces(const unsigned long long* pieces, int count, size_t 
 }
 
 // ---- routing counters -----------------------------------------------------------------------------------------------
-// control[0]: valid rows of this step (0: a dummy or capture run, nothing counts). control[1]: phase, 0 prefill, 1
-// decode. counts, of a layer: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several streams may add to
-// one array. in_place is passed by value, so a graph keeps the captured value. Graphs read in place, so theirs is 1.
+// control[0]: valid rows of this step (0 for a dummy or capture run, in which nothing counts). control[1]: phase, 0 for
+// prefill, 1 for decode. counts per layer: [2 phases][2 kinds: routed tokens, activations][num_experts]. Several
+// streams may add to one array. in_place is passed by value, so a graph keeps the captured value, which is 1: graphs
+// read in place.
 
 namespace {
 struct counted_layers {
@@ -790,7 +789,7 @@ __device__ void add(unsigned long long* counts, int num_experts, long long phase
 }
 }  // namespace
 
-// A block for each layer: its bins fit in shared memory, and the activated experts are known once all rows are binned.
+// One block per layer: its bins fit in shared memory, and the activated experts are known once all rows are binned.
 extern "C" __global__ void uvm_count_routing_kernel(counted_layers layers, int kind, int k, int first_expert,
                                                     int num_experts, const long long* control,
                                                     unsigned long long* counts) {
@@ -828,9 +827,9 @@ namespace {
 int block_size(long long work) { return work >= 1024 ? 1024 : (int)(work + 31) / 32 * 32; }
 }  // namespace
 
-// Counts the routing of `count` layers in one step, whose ids are of one kind, k to a row. One launch, no allocation,
-// no synchronisation: a graph may capture it. Ids outside [first_expert, first_expert + num_experts) (-1, other ranks'
-// experts) do not count, nor do rows at or beyond control[0].
+// Counts the routing of `count` layers in one step, whose ids are of one kind with k per row. One launch without
+// allocation or synchronisation, so a graph may capture it. Ids outside [first_expert, first_expert + num_experts) (-1,
+// other ranks' experts) do not count, nor do rows at or beyond control[0].
 UVM_API int uvm_count_routing(const uvm_counted* layers, int count, int kind, int k, int first_expert, int num_experts,
                               const long long* control, unsigned long long* counts, cudaStream_t stream,
                               uvm_failure* failure) {
@@ -848,8 +847,8 @@ UVM_API int uvm_count_routing(const uvm_counted* layers, int count, int kind, in
                   arguments, stream);
 }
 
-// The same from a histogram of tokens per expert (for the first `length` experts; the others got none), for runners
-// that show no ids.
+// Counts a histogram of tokens per expert instead (for the first `length` experts; the others got none), for runners
+// that expose no ids.
 UVM_API int uvm_count_histogram(const int* histogram, int length, int num_experts, int in_place,
                                 const long long* control, unsigned long long* counts, cudaStream_t stream,
                                 uvm_failure* failure) {
@@ -862,8 +861,8 @@ UVM_API int uvm_count_histogram(const int* histogram, int length, int num_expert
 }
 
 // ---- slots: rows in VRAM that layers share, filled by the misses of the current step --------------------------------
-// The rules are those of sglang_uvm_offload/policy/slot_policy.py, bit for bit. All sums are of integers, so their
-// order does not matter.
+// Implements sglang_uvm_offload/policy/slot_policy.py bit for bit. All sums are of integers, so their order does not
+// matter.
 
 namespace {
 enum slot_kind { slot_tokens, slot_hits, slot_fills, slot_brought, slot_kinds };
@@ -873,22 +872,22 @@ constexpr int rate_bits = 20, lately_shift = 4, long_shift = 11, least_shift = 2
 constexpr unsigned use = 16, max_events = 1 << 16;
 constexpr int value_bits = 16, whole = 16;
 constexpr int worth_bits = 3;
-constexpr unsigned not_held = 255;  // more than any worth
+constexpr unsigned not_held = 255;  // larger than any worth
 constexpr int tail = 64;
 
-// What is written ahead of a layer's own routing, while it may be resolved. The upper half of each word is the number
-// of the launch that it is of, so a reader tells which ones belong together.
+// Words written by a lookahead launch while its layer may be resolved concurrently. The upper half of each word is the
+// launch's number, which tells a reader which words belong together.
 enum ahead_word { ahead_at, ahead_step, ahead_expert, ahead_done = ahead_expert + ahead_rows };
 constexpr int ahead_words = ahead_done + ahead_blocks;
 enum gain_kind {
-    gain_misses,   // of layers that may be looked ahead for
-    gain_brought,  // experts that came, at least in part
-    gain_right,    // of those that the layer missed
-    gain_used,     // units of these, which its fills need not bring
-    gain_cut,      // units at most that were on their way when a layer was resolved
+    gain_misses,   // misses of layers with lookahead
+    gain_brought,  // experts copied ahead, at least in part
+    gain_right,    // copied experts that the layer then missed
+    gain_used,     // their units, which fills need not copy
+    gain_cut,      // upper bound of the units in flight when a layer was resolved
     gain_used_then,
     gain_cut_then,
-    gain_rest,  // launches that are still to bring nothing
+    gain_rest,  // launches that still have to pause
     gain_kinds
 };
 constexpr unsigned gain_window = 1 << 12, gain_pause = 1 << 16;
@@ -897,7 +896,7 @@ struct slot_table {
     unsigned step;
     unsigned events[classes];
     unsigned uses[classes];
-    unsigned values[classes];  // of the current step, from the counts of earlier steps
+    unsigned values[classes];  // for the current step, from the counts of earlier steps
 };
 
 __device__ int floor_log2(unsigned x) { return 31 - __clz(x | 1); }
@@ -921,51 +920,52 @@ __device__ unsigned worth_of(unsigned value) {
     return (octave << worth_bits) + (((value + 1) << worth_bits >> octave) & ((1 << worth_bits) - 1));
 }
 
-// The choices of one launch. The first block to arrive decides for all, in whatever order they run.
+// The choices of one launch. The first block to arrive decides for all, whatever order they run in.
 struct slot_choice {
-    unsigned class_values[classes];         // of the table
-    unsigned tokens[max_slot_experts];      // of each expert that this step reads
-    unsigned distance[max_slot_experts];    // of each expert in a prefill, and its
+    unsigned class_values[classes];         // from the table
+    unsigned tokens[max_slot_experts];      // tokens of each expert in this step
+    unsigned distance[max_slot_experts];    // distance of each expert in a prefill, and its
     unsigned rates[max_slot_experts];       // rate, as in policy.slot_policy.Tails
-    int slot_of[max_slot_experts];          // of each expert, plus one, as of the layer
-    unsigned misses[max_slot_experts];      // keys, in any order: the largest is filled first
-    unsigned char worth[max_slot_experts];  // of each expert, in a slot or not
+    int slot_of[max_slot_experts];          // slot of each expert plus one, as in the pool
+    unsigned misses[max_slot_experts];      // keys, unordered: the largest is filled first
+    unsigned char worth[max_slot_experts];  // worth of each expert, in a slot or not
     int num_misses;
-    int bucket[max_aligned];       // of each pair of a row and an expert to align: its expert, plus one; 0: none
-    int bucket_rows[max_aligned];  // at its first pair
-    int fill[max_slot_experts];    // experts, in order
-    int evict[max_slot_experts];   // their places in the pool, in order
+    int bucket[max_aligned];       // for each (row, expert) pair to align: the expert plus one, 0 for none
+    int bucket_rows[max_aligned];  // stored at the bucket's first pair
+    int fill[max_slot_experts];    // experts to fill, in order
+    int evict[max_slot_experts];   // places of the victims in the pool, in order
     int found[copy_threads];
-    int num_found;   // of all threads and rounds
-    unsigned least;  // of all threads
+    int num_found;   // over all threads and rounds
+    unsigned least;  // over all threads
     unsigned long long words[ahead_words];
-    unsigned came[ahead_rows];  // units of each row ahead
-    bool missed[ahead_rows];    // whether its expert is
+    unsigned came[ahead_rows];  // units copied of each lookahead row
+    bool missed[ahead_rows];    // whether the row's expert is a miss
     int fills;
 };
 
-// One expert's state, and what else of it a step reads.
+// One expert's state, plus what a step reads of it.
 struct slot_expert {
     unsigned last, lately, long_rate, share;
-    int now, before;  // both classes of the layer
+    int now, before;  // the layer's two classes
     int slot;         // slot_of
 };
 constexpr int experts_each = max_slot_experts / copy_threads, classes_each = classes / copy_threads;
 static_assert(max_slot_experts % copy_threads == 0 && classes % copy_threads == 0, "each thread has as many");
 
-// What a thread of the deciding block reads. Each read that waits for another costs a round trip to the L2 cache, or to
-// VRAM where a step's experts have taken the cache (reads in a row took 7 to 10 us a layer), so none does. The first
-// block reads it before it knows whether it decides. If another one does, which writes meanwhile, it is not used.
+// What a thread of the deciding block reads. The reads do not depend on each other: each dependent read costs a round
+// trip to the L2 cache, or to VRAM if a step's experts have evicted the cache (reads in a row took 7 to 10 us a layer).
+// The first block reads before it knows whether it decides. If another block decides, and writes meanwhile, the values
+// are not used.
 struct slot_inputs {
     slot_expert experts[experts_each];
-    long long valid, phase, id;  // control, and the first expert id of this thread
-    int padded, block;           // the first block of rows of this thread
-    unsigned long long word;     // of what came ahead
+    long long valid, phase, id;  // control, and this thread's first expert id
+    int padded, block;           // this thread's first block of rows
+    unsigned long long word;     // this thread's word of uvm_ahead.words
     int taken;
     unsigned now;
 };
 
-// What no kernel writes between the last resolve of this layer and this one.
+// Reads what no kernel writes between the last resolve of this layer and this one.
 __device__ void read_state(const uvm_slots& layer, const slot_table* table, slot_inputs& inputs, slot_choice& choice) {
     const int thread = threadIdx.x;
 #pragma unroll
@@ -982,7 +982,7 @@ __device__ void read_state(const uvm_slots& layer, const slot_table* table, slot
     for (int i = 0; i < classes_each; i++) choice.class_values[thread + i * copy_threads] = values[i];
 }
 
-// What earlier kernels of the step write.
+// Reads what earlier kernels of the step write.
 __device__ void read_step(const uvm_slots& layer, const slot_table* table, const uvm_routing& step,
                           const uvm_ahead& ahead, slot_inputs& inputs) {
     const int thread = threadIdx.x;
@@ -1004,14 +1004,14 @@ __device__ void read_step(const uvm_slots& layer, const slot_table* table, const
     }
 }
 
-// Classes an expert anew. Returns its value.
+// Reclassifies an expert and returns its value.
 __device__ unsigned value_of(slot_expert& it, unsigned now, const slot_choice& choice) {
     const int found = class_of(now - it.last, it.last != 0, it.lately, it.long_rate);
     it.now = found + 1;
     return choice.class_values[found] * it.share / whole;
 }
 
-// Counts a decode step for one expert. Returns its value.
+// Counts a decode step for one expert and returns its value.
 __device__ unsigned observe(slot_expert& it, slot_table* table, unsigned now, bool used, const slot_choice& choice) {
     const int before = it.before - 1;
     if (before >= 0) {
@@ -1026,7 +1026,7 @@ __device__ unsigned observe(slot_expert& it, slot_table* table, unsigned now, bo
     return value_of(it, now, choice);
 }
 
-// Counts the tails of a prefill for one expert. Returns its value.
+// Counts the tails of a prefill for one expert and returns its value.
 __device__ unsigned expect(slot_expert& it, unsigned now, unsigned distance, unsigned rate, const slot_choice& choice) {
     if (distance < tail) {
         const unsigned last = now > distance ? now - distance : 1;
@@ -1034,7 +1034,7 @@ __device__ unsigned expect(slot_expert& it, unsigned now, unsigned distance, uns
     }
     if (rate > 1u << rate_bits) rate = 1u << rate_bits;
     if (it.lately < rate) it.lately = rate;
-    it.before = 0;  // the tails would count as uses
+    it.before = 0;  // otherwise the tails would count as uses
     return value_of(it, now, choice);
 }
 
@@ -1074,18 +1074,18 @@ __device__ void read_tails(const uvm_slots& layer, const uvm_routing& step, int 
     __syncthreads();
 }
 
-// Of a miss. Those that in place would be read more than once come first. Values are below 1 << 21. Of equal ones the
-// lower ids come first.
+// The sort key of a miss. Experts that would be read in place more than once come first. Values are below 1 << 21.
+// Equal values are ordered by ascending id.
 __device__ unsigned miss_key(unsigned value, int expert, bool read_again) {
     return ((read_again ? 1u << 21 : 0) + value) * max_slot_experts + (max_slot_experts - 1 - expert);
 }
 
-// What a victim must be worth less than, for a miss to take its slot.
+// The worth below which a victim gives up its slot to a miss.
 __device__ unsigned admission(const slot_choice& choice, int expert, int read_rows) {
     return choice.tokens[expert] > (unsigned)read_rows ? not_held - 1 : choice.worth[expert];
 }
 
-// Sorts the misses, by counting the keys before each, and takes the first ones. All keys differ.
+// Sorts the misses by counting the keys before each, and keeps the first ones. All keys differ.
 __device__ void rank_misses(slot_choice& choice, int most) {
     for (int i = threadIdx.x; i < choice.num_misses; i += copy_threads) {
         const unsigned key = choice.misses[i];
@@ -1095,8 +1095,8 @@ __device__ void rank_misses(slot_choice& choice, int most) {
     }
 }
 
-// What one thread looks through of the pool: chunks `begin` to `end` in the order of eviction, which starts at the
-// layer itself and goes back, layer by layer. All threads together look through all of it.
+// One thread's part of a search through the pool: chunks `begin` to `end` in eviction order, which starts at the layer
+// itself and goes backwards layer by layer. All threads together cover the pool.
 struct pool_run {
     const uint4* worth;
     int layers, layer_chunks, at, begin, end;
@@ -1112,7 +1112,7 @@ struct pool_run {
         end = begin + each < chunks ? begin + each : chunks;
     }
 
-    // No expert of the layer itself, nor of another one (-1: none), is a victim.
+    // Protects the experts of the layer itself and of another one (-1 for none) from eviction.
     __device__ void keeps(int other) {
         kept[0] = at;
         kept[1] = other;
@@ -1124,7 +1124,7 @@ struct pool_run {
         return layer == kept[0] || layer == kept[1] ? nothing : worth[place];
     }
 
-    // Where the chunk that comes `nth` lies.
+    // The place of the `nth` chunk.
     __device__ int place(int nth) const {
         const int layer = at - nth / layer_chunks;
         return (layer < 0 ? layer + layers : layer) * layer_chunks + nth % layer_chunks;
@@ -1136,7 +1136,7 @@ __device__ unsigned byte_of(const uint4& chunk, int i) {
     return words[i / 4] >> i % 4 * 8 & 255;
 }
 
-// The least worth in the run that is at least `from`.
+// The smallest worth in the run that is at least `from`.
 __device__ unsigned least_worth(const pool_run& run, unsigned from) {
     unsigned least = not_held;
 #pragma unroll 4
@@ -1151,7 +1151,7 @@ __device__ unsigned least_worth(const pool_run& run, unsigned from) {
     return least;
 }
 
-// Counts the experts of this worth in the run, up to `most`. Writes their places, unless `places` is null.
+// Counts the experts with this worth in the run, up to `most`. Writes their places unless `places` is null.
 __device__ int find_worth(const pool_run& run, unsigned worth, int most, int* places) {
     int count = 0;
     for (int nth = run.begin; nth < run.end && count < most; nth++) {
@@ -1167,7 +1167,7 @@ __device__ int find_worth(const pool_run& run, unsigned worth, int most, int* pl
     return count;
 }
 
-// Experts in slots that this step reads are no victims: the search does not see those that are hidden.
+// Hides the experts in slots that this step reads, so that the search for victims skips them; or shows them again.
 __device__ void hide_what_is_read(const uvm_slots& layer, slot_choice& choice, bool hide) {
     unsigned char* worth = layer.pool.worth + layer.at * layer.pool.width;
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads) {
@@ -1175,13 +1175,13 @@ __device__ void hide_what_is_read(const uvm_slots& layer, slot_choice& choice, b
     }
 }
 
-// Takes the victims of the misses from `first` to `end` in choice.fill: those of the least worth, then of the next one,
-// until no miss is worth more, or none is left. `read_rows`: as of uvm_routing; 0: they need not be worth more. A round
-// of all threads takes those of one worth. Returns the number of victims.
+// Chooses victims for the misses from `first` to `end` in choice.fill: those with the least worth first, until no miss
+// is worth more or none is left. `read_rows` is that of uvm_routing; with 0, misses need not be worth more. All threads
+// take the victims of one worth per round. Returns the number of victims.
 __device__ int take_victims(const pool_run& run, slot_choice& choice, int first, int end, int read_rows) {
     int taken = 0, wanted = end - first;
     for (unsigned mine = least_worth(run, 0);;) {
-        if (mine < choice.least) atomicMin(&choice.least, mine);  // few threads get here before a lower one
+        if (mine < choice.least) atomicMin(&choice.least, mine);  // few threads pass this test
         __syncthreads();
         const unsigned least = choice.least;
         while (read_rows && wanted > taken && admission(choice, choice.fill[first + wanted - 1], read_rows) <= least)
@@ -1205,7 +1205,7 @@ __device__ int take_victims(const pool_run& run, slot_choice& choice, int first,
     }
 }
 
-// Takes the slot from the expert at this place in the pool. Returns the slot, plus one.
+// Takes the slot from the expert at this place in the pool. Returns the slot plus one.
 __device__ int evict(const uvm_slots& layer, slot_choice& choice, int place) {
     const int slot = layer.pool.slot_of[place], expert = place - layer.at * layer.pool.width;
     layer.pool.slot_of[place] = 0;
@@ -1214,8 +1214,8 @@ __device__ int evict(const uvm_slots& layer, slot_choice& choice, int place) {
     return slot;
 }
 
-// Gives slots to the first `fills` of choice.fill: `unused` ones from `taken` on, then those of the victims. Notes and
-// counts them.
+// Gives slots to the first `fills` of choice.fill: `unused` slots from `taken` on, then the victims'. Writes them to
+// `noted` and counts them.
 __device__ void take_slots(const uvm_slots& layer, slot_choice& choice, int taken, int unused, int fills, int* noted,
                            unsigned long long* counts) {
     const int own = layer.at * layer.pool.width;
@@ -1231,7 +1231,7 @@ __device__ void take_slots(const uvm_slots& layer, slot_choice& choice, int take
     if (threadIdx.x == 0) *layer.pool.taken = taken + unused;
 }
 
-// The units of a tensor's row, or of one row of all tensors.
+// The copy units of a tensor's row; below, of one row of all tensors.
 __device__ unsigned units_of(size_t nbytes) { return (unsigned)((nbytes + copy_unit - 1) / copy_unit); }
 
 __device__ unsigned row_units(const uvm_rows& tensors) {
@@ -1240,12 +1240,12 @@ __device__ unsigned row_units(const uvm_rows& tensors) {
     return units;
 }
 
-// Whether a unit of those of the rows ahead was copied. `done`: by each block.
+// Whether a unit of the lookahead rows has been copied. `done` counts the units of each block.
 __device__ bool has_come(unsigned unit, const volatile int* done) {
     return unit / ahead_blocks < (unsigned)done[unit % ahead_blocks];
 }
 
-// Tells those that copy ahead for the layer to stop, and finds what they had copied for this step.
+// Stops the blocks that copy ahead for the layer, and reads what they copied for this step.
 __device__ void find_ahead(const uvm_slots& layer, const uvm_ahead& ahead, const slot_inputs& inputs,
                            slot_choice& choice) {
     const int word = threadIdx.x;
@@ -1263,8 +1263,8 @@ __device__ void find_ahead(const uvm_slots& layer, const uvm_ahead& ahead, const
     __syncthreads();
 }
 
-// An expert that came ahead, is missed and gets no slot is computed from where it came to, once its fill has brought
-// the rest. Notes such fills behind the first `fills`. Returns the number of all.
+// A miss that was copied ahead and gets no slot is computed from its lookahead slot, after a fill of the missing units.
+// Appends such fills to the first `fills`. Returns the total number of fills.
 __device__ int use_ahead(const uvm_slots& layer, const uvm_rows& tensors, const uvm_ahead& ahead,
                          const slot_inputs& inputs, slot_choice& choice, int fills) {
     const unsigned units = row_units(tensors);
@@ -1300,15 +1300,14 @@ __device__ int use_ahead(const uvm_slots& layer, const uvm_rows& tensors, const 
         const unsigned misses = inputs.phase == 1 ? choice.num_misses : 0;
         const unsigned gain[] = {misses, brought, right, used, cut};
         for (int i = 0; i <= gain_cut; i++)
-            atomicAdd(&ahead.gain[i], (unsigned long long)gain[i]);  // waits for nothing
+            atomicAdd(&ahead.gain[i], (unsigned long long)gain[i]);  // does not wait for the result
         choice.fills = fills;
     }
     __syncthreads();
     return choice.fills;
 }
 
-// Chooses this step's fills, counts them, and updates what the pool holds. Free slots go first. Returns the number of
-// fills.
+// Chooses and counts this step's fills, and updates the pool. Free slots go first. Returns the number of fills.
 __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int taken, int read_rows,
                             unsigned long long* counts) {
     const int left = layer.pool.num_slots - taken;
@@ -1328,7 +1327,7 @@ __device__ int choose_fills(const uvm_slots& layer, slot_choice& choice, int tak
     return fills;
 }
 
-// Lets the other blocks of the launch go on. They read the fills, if there are any, after the number of these.
+// Releases the other blocks of the launch. They read the fills, if any, after reading their number.
 __device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
     if (threadIdx.x != 0) return;
     layer.fills[0] = fills;
@@ -1337,7 +1336,7 @@ __device__ void publish(const uvm_slots& layer, unsigned launch, int fills) {
     *(volatile unsigned*)&layer.turn[1] = launch << fills_bits | fills;
 }
 
-// One block does this for all: counts the step, and chooses the fills. Returns their number.
+// Run by one block for all: counts the step and chooses the fills. Returns their number.
 __device__ int resolve(const uvm_slots& layer, const uvm_rows& tensors, slot_table* table, const uvm_routing& step,
                        const uvm_ahead& ahead, slot_inputs& inputs, slot_choice& choice) {
     if (ahead.rows) find_ahead(layer, ahead, inputs, choice);
@@ -1379,13 +1378,13 @@ __device__ int resolve(const uvm_slots& layer, const uvm_rows& tensors, slot_tab
     return ahead.rows ? use_ahead(layer, tensors, ahead, inputs, choice, fills) : fills;
 }
 
-// The row that an expert is computed from.
+// The tensor row from which an expert is computed.
 __device__ int row_of(const uvm_slots& layer, const slot_choice& choice, int expert) {
     const int slot = expert >= 0 && expert < layer.num_experts ? choice.slot_of[expert] - 1 : -1;
     return slot < 0 ? expert : layer.first_slot + slot;
 }
 
-// Redirects blocks of rows to the slots of their experts.
+// Redirects blocks of rows to their experts' slots.
 __device__ void redirect(const uvm_slots& layer, const uvm_routing& step, const slot_inputs& inputs,
                          const slot_choice& choice) {
     const int computed = inputs.padded / step.block_size;
@@ -1397,9 +1396,9 @@ __device__ void redirect(const uvm_slots& layer, const uvm_routing& step, const 
     }
 }
 
-// Makes the lists of a MoE's aligner, redirected: pairs of a row and an expert, grouped by expert in ascending order,
-// -1 first, each group filled up to whole blocks with the number of pairs. They are those of SGLang's aligner for few
-// ids (moe_align_small_numel) to the last bit. What is behind the last block stays as it is, there too.
+// Makes an aligner's lists, already redirected: (row, expert) pairs grouped by expert in ascending order, -1 first,
+// each group padded to whole blocks with the number of pairs. They match SGLang's aligner for few ids
+// (moe_align_small_numel) bit for bit, which also leaves entries after the last block untouched.
 __device__ void align(const uvm_slots& layer, const uvm_routing& step, const slot_inputs& inputs, slot_choice& choice) {
     const int pairs = step.rows * step.k, mine = threadIdx.x, bucket = (int)inputs.id + 1;
     if (mine < pairs) choice.bucket[mine] = bucket;
@@ -1432,18 +1431,19 @@ __device__ void align(const uvm_slots& layer, const uvm_routing& step, const slo
     }
 }
 
-// Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks. What came ahead
-// is there, or is copied within VRAM. Those that copied it may still write what they had begun: the same bytes.
+// Copies the chosen experts into their slots, one unit of a row at a time, round-robin over the blocks. Units copied
+// ahead are already in place or are copied within VRAM. Blocks that copy ahead may still finish units that they had
+// begun, with the same bytes.
 __device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volatile int* chosen, int fills,
                            const uvm_ahead& ahead, unsigned first, unsigned blocks) {
     const volatile int* done = ahead.came + ahead_rows;
     const unsigned row = ahead.rows ? row_units(tensors) : 0;
-    unsigned unit = first;  // relative to the first unit of the current tensor
+    unsigned unit = first;  // relative to the current tensor's first unit
     for (int fill = 0; fill < fills; fill++) {
         const int expert = chosen[1 + 2 * fill], slot = chosen[2 + 2 * fill];
         int came = ahead.rows;
         while (--came >= 0 && ((const volatile int*)ahead.came)[came] != expert + 1);
-        unsigned before = came * row;  // units of the rows ahead before the tensor's
+        unsigned before = came * row;  // lookahead units before the tensor's
         for (int i = 0; i < tensors.count; i++) {
             const size_t nbytes = tensors.nbytes[i];
             const unsigned units = units_of(nbytes);
@@ -1462,18 +1462,18 @@ __device__ void fill_slots(const uvm_rows& tensors, int first_slot, const volati
 }
 }  // namespace
 
-// One launch per layer. The first block to arrive decides, and the others wait for it, so no block waits for one that
-// has not started. With a bound of one block a multiprocessor, what is read first stays in registers.
+// One launch per layer. The first block to arrive decides and the others wait for it, so no block waits for one that
+// has not started. The launch bound of one block per SM keeps early reads in registers.
 //
-// Launched programmatically, a block may start before the kernel in front of it has ended, and the next kernel's blocks
-// before this one's have (CUDA Programming Guide, Programmatic Dependent Launch). Nothing is written, and of what other
-// kernels write only read_state reads anything, before await_earlier.
+// In a programmatic launch, a block may start before the preceding kernel has ended, and the next kernel's blocks
+// before this one's end (CUDA Programming Guide, Programmatic Dependent Launch). Before await_earlier, nothing is
+// written, and only read_state reads what other kernels write.
 extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     uvm_resolve_slots_kernel(uvm_slots layer, uvm_rows tensors, slot_table* table, uvm_routing step, uvm_ahead ahead) {
     __shared__ slot_choice choice;
     __shared__ unsigned arrived, published;
     slot_inputs inputs;
-    const bool first = blockIdx.x == 0;  // which arrives first, as a rule
+    const bool first = blockIdx.x == 0;  // usually arrives first
     if (first) read_state(layer, table, inputs, choice);
     for (int expert = threadIdx.x; expert < layer.num_experts; expert += copy_threads)
         choice.tokens[expert] = choice.slot_of[expert] = 0;
@@ -1496,7 +1496,7 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
             read_step(layer, table, step, ahead, inputs);
         }
         if (inputs.valid > 0) fills = resolve(layer, tensors, table, step, ahead, inputs, choice);
-        publish(layer, launch, fills);  // always, so that no later launch finds its own number here
+        publish(layer, launch, fills);  // even without fills, so that a later launch does not find its own number here
         if (step.order)
             align(layer, step, inputs, choice);
         else if (inputs.valid > 0)
@@ -1515,8 +1515,8 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     fill_slots(tensors, layer.first_slot, layer.fills, fills, ahead, place, slot_blocks);
 }
 
-// One block brings all offloaded experts of a layer into slots, but for the copying: the rule is SlotPolicy.bring. No
-// expert of the pool's layer `beside` loses its slot. `brought`: [1 + 2 * max_slot_experts], as uvm_slots.fills.
+// One block chooses slots for all offloaded experts of a layer, without copying them, as in SlotPolicy.bring. The
+// pool's layer `beside` keeps its slots. `brought`: [1 + 2 * max_slot_experts], in the format of uvm_slots.fills.
 extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     uvm_bring_slots_kernel(uvm_slots layer, const slot_table* table, int beside, const long long* control,
                            int* brought) {
@@ -1561,14 +1561,14 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 1)
     if (threadIdx.x == 0) brought[0] = fills;
 }
 
-// Copies chosen experts into their slots, by few blocks: they read over the link beside what is computed meanwhile.
+// Copies chosen experts into their slots with few blocks, which read over the link beside concurrent compute.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_fill_slots_kernel(uvm_rows tensors, int first_slot, const int* chosen, uvm_ahead ahead) {
     fill_slots(tensors, first_slot, chosen, chosen[0], ahead, blockIdx.x, gridDim.x);
 }
 
 namespace {
-// Whether to look ahead: not for a while after a window in which less was used than was in the way of fills.
+// Whether to look ahead. Pauses after a window in which lookahead saved less than it delayed fills.
 __device__ bool pays(unsigned long long* gain) {
     const unsigned long long used = gain[gain_used] - gain[gain_used_then], cut = gain[gain_cut] - gain[gain_cut_then];
     if (used + cut >= gain_window) {
@@ -1582,8 +1582,8 @@ __device__ bool pays(unsigned long long* gain) {
 }
 }  // namespace
 
-// Chooses which experts of a layer come ahead: of those that are guessed the likeliest of all rows that would be
-// missed. Choosing begins a launch, in whose words nothing is copied yet.
+// Chooses which experts of a layer to copy ahead: the likeliest guesses over all rows that would be misses. This begins
+// a lookahead launch, in whose words nothing is copied yet.
 extern "C" __global__ void __launch_bounds__(max_guesses, 1)
     uvm_choose_ahead_kernel(uvm_slots layer, const slot_table* table, uvm_guess guess, uvm_ahead ahead) {
     __shared__ int missed[max_guesses];
@@ -1612,7 +1612,8 @@ extern "C" __global__ void __launch_bounds__(max_guesses, 1)
     for (int i = 0; i < ahead_blocks; i++) words[ahead_done + i] = launch;
 }
 
-// Copies them, one unit at a time, until the layer is resolved. `ahead_blocks` blocks, after the kernel that chooses.
+// Copies the chosen experts, one unit at a time, until the layer is resolved. Runs `ahead_blocks` blocks after
+// uvm_choose_ahead_kernel.
 extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     uvm_copy_ahead_kernel(uvm_rows tensors, int first_slot, uvm_ahead ahead) {
     __shared__ bool stop;
@@ -1639,8 +1640,8 @@ extern "C" __global__ void __launch_bounds__(copy_threads, 2)
     }
 }
 
-// Sets what the kernels of a step read of it. With a table, also begins a step for the slots: halves large counts, and
-// computes the step's values from the counts of earlier steps.
+// Sets a step's control words. With a table, also begins the step for the slots: halves large counts and computes the
+// step's values from the counts of earlier steps.
 extern "C" __global__ void uvm_begin_step_kernel(long long* control, long long valid, long long phase,
                                                  slot_table* table) {
     for (int i = threadIdx.x; table && i < classes; i += blockDim.x) {
@@ -1659,8 +1660,8 @@ UVM_API int uvm_slot_classes() { return classes; }
 UVM_API int uvm_ahead_words() { return ahead_words; }
 UVM_API int uvm_gain_kinds() { return gain_kinds; }
 
-// Sets, in stream order, the valid rows and the phase of the following step, and begins it for the slots of `table`,
-// null for none. Refused during capture: a graph would set the captured values again at each replay.
+// Sets the next step's valid rows and phase in stream order, and begins it for the slots of `table` (null for none).
+// Fails during capture, because a graph would set the captured values at each replay.
 UVM_API int uvm_begin_step(long long* control, long long valid, long long phase, slot_table* table, cudaStream_t stream,
                            uvm_failure* failure) {
     if (valid < 0 || phase < 0 || phase > 1) return fail(failure, "uvm_begin_step", -1, cudaErrorInvalidValue);
@@ -1682,9 +1683,9 @@ bool valid_slots(const uvm_slots& layer, const uvm_rows& tensors) {
 bool valid_ahead(const uvm_ahead& ahead) { return ahead.rows == 0 || ahead.rows == ahead_rows; }
 }  // namespace
 
-// Serves one layer of a step from its slots: counts, fills the rows of `tensors`, and makes or rewrites the lists. One
-// launch, no allocation, no synchronisation: a graph may capture it. `programmatic`: whether it may start before the
-// kernel in front of it has ended. Not where that one resolves the same layer, or begins a step.
+// Resolves one layer of a step: counts, fills the rows of `tensors`, and makes or rewrites the lists. One launch
+// without allocation or synchronisation, so a graph may capture it. With `programmatic`, the kernel may start before
+// its predecessor ends. Not allowed if the predecessor resolves the same layer or begins a step.
 UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, slot_table* table,
                               const uvm_routing* step, const uvm_ahead* ahead, int programmatic, cudaStream_t stream,
                               uvm_failure* failure) {
@@ -1702,7 +1703,8 @@ UVM_API int uvm_resolve_slots(const uvm_slots* layer, const uvm_rows* tensors, s
                   arguments, stream, programmatic);
 }
 
-// Chooses slots for the offloaded experts of a layer. Refused during capture: a graph would bring them at each replay.
+// Chooses slots for the offloaded experts of a layer. Fails during capture, because a graph would bring them at each
+// replay.
 UVM_API int uvm_bring_slots(const uvm_slots* layer, const uvm_rows* tensors, const slot_table* table, int beside,
                             const long long* control, int* brought, cudaStream_t stream, uvm_failure* failure) {
     cudaError_t error = refuse_capture(failure, stream);
@@ -1713,8 +1715,8 @@ UVM_API int uvm_bring_slots(const uvm_slots* layer, const uvm_rows* tensors, con
     return launch(failure, (const void*)uvm_bring_slots_kernel, "uvm_bring_slots", 1, copy_threads, arguments, stream);
 }
 
-// Copies rows of the experts that uvm_bring_slots or uvm_resolve_slots chose, by `blocks` blocks. The caller orders it
-// after that. `ahead`: as of the latter, all zeros for the former.
+// Copies rows of the experts that uvm_bring_slots or uvm_resolve_slots chose, with `blocks` blocks. The caller orders
+// it after that call. `ahead` is that of uvm_resolve_slots, all zeros for uvm_bring_slots.
 UVM_API int uvm_fill_slots(int device, const uvm_rows* tensors, int first_slot, const int* chosen,
                            const uvm_ahead* ahead, int blocks, cudaStream_t stream, uvm_failure* failure) {
     on_device guard(device, failure);
@@ -1729,9 +1731,9 @@ UVM_API int uvm_fill_slots(int device, const uvm_rows* tensors, int first_slot, 
                   stream);
 }
 
-// Copies experts of a layer ahead of its own routing, in stream order, until uvm_resolve_slots serves it in this step,
-// which the caller does not order after this. The next call for a layer that takes turns with this one comes after it
-// has been computed. A graph may capture it. At most max_guesses ids.
+// Copies experts of a layer ahead of its routing, in stream order, until uvm_resolve_slots resolves it in this step.
+// The caller does not order that call after this one, and calls this for the next layer with the same lookahead slots
+// only after this layer has been computed. A graph may capture it. Takes at most max_guesses ids.
 UVM_API int uvm_look_ahead(int device, const uvm_slots* layer, const uvm_rows* tensors, const slot_table* table,
                            const uvm_guess* guess, const uvm_ahead* ahead, cudaStream_t stream, uvm_failure* failure) {
     on_device guard(device, failure);
