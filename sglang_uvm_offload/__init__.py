@@ -1,7 +1,7 @@
-"""Serve Mixture-of-Experts models that do not fit in VRAM: experts in CUDA unified memory, as an SGLang plugin.
+"""Serves Mixture-of-Experts models that do not fit in VRAM: an SGLang plugin that keeps experts in CUDA unified memory.
 
-Packages, by rank; a package imports from lower ranks only, and no file of it imports in a circle. The files next to this one,
-facts that every package uses, have rank 1.
+Packages by rank. A package imports only from lower ranks, and imports never form a cycle. The files next to this one, which
+every package uses, have rank 1.
 
     0  files
     2  memory policy
@@ -12,33 +12,33 @@ facts that every package uses, have rank 1.
     7  report
     8  cli
 
-Each package's docstring begins with its purpose in one sentence. Five paths matter most, file by file.
+Each package's docstring states its purpose in one sentence. The five most important paths, file by file:
 
 Loading:
 
     plugin/rank/fused_moe           FusedMoE.__init__: hooks the quantisation method of each MoE layer
-    plugin/rank/expert_map          which of the checkpoint's experts lies where (expert_location)
-    experts/takeover                allocates ``[num_experts, ...]`` tensors from managed memory: address space
+    plugin/rank/expert_map          maps the checkpoint's experts to places (expert_location)
+    experts/takeover                allocates ``[num_experts, ...]`` tensors in managed memory: only address space
     plugin/rank/loading_hooks       once the model is built:
-    plugin/rank/rank_budget         measures this rank, and asks SGLang for the KV cache (plugin/rank/cache_need)
-    residency/budget                divides VRAM, the same on all ranks (plugin/rank/residency)
-    experts/layer                   what of each tensor is resident (residency/placement)
-    experts/tensor                  its extents of blocks (memory/layout)
-    cuda/memory, cpu/memory         place: advise, prefetch (memory/protocol)
-    memory/populating               on a thread: host pages of offloaded experts, while SGLang reads
-    plugin/rank/link                once all are loaded, times the link (cuda/link) and keeps its rates (memory/kept_links)
+    plugin/rank/rank_budget         measures this rank and the KV cache that SGLang needs (plugin/rank/cache_need)
+    residency/budget                divides VRAM, identically on all ranks (plugin/rank/residency)
+    experts/layer                   places each tensor's residents (residency/placement)
+    experts/tensor                  as extents of blocks (memory/layout)
+    cuda/memory, cpu/memory         with advice and prefetch (memory/protocol)
+    memory/populating               on a thread: populates host pages of offloaded experts while SGLang reads
+    plugin/rank/link                after loading: measures the link (cuda/link) and saves its rates (memory/kept_links)
 
 Serving, for each forward step:
 
     plugin/rank/step_hooks          ModelRunner.forward: the step's valid rows, tokens and phase
-    residency/manager               between steps: what is due
-    plugin/rank/fused_moe           apply: count, then compute
-    cuda/counters, cpu/counters     one kernel a step (cuda/step_routing), captured in the graph (routing/counts)
+    residency/manager               between steps: runs what is due
+    plugin/rank/fused_moe           apply: counts, then computes
+    cuda/counters, cpu/counters     one kernel per step (cuda/step_routing), captured in the graph (routing/counts)
     residency/ledger                polls the counts, which arrive some steps late, without waiting
-    residency/residents             starts the move that was decided, and the next decision
-    residency/adaptation            on a thread of its own: decides (policy/adaptive, over policy/extents)
-    residency/mover                 on another one: demotes, then promotes
-    residency/evictions             on that one, every ten seconds: are residents in VRAM (cuda/read_times)
+    residency/residents             starts the decided move and the next decision
+    residency/adaptation            on a decision thread: decides (policy/adaptive, over policy/extents)
+    residency/mover                 on a mover thread: demotes, then promotes
+    residency/evictions             on the mover thread, every ten seconds: checks for evictions (cuda/read_times)
 
 Operating, while it serves:
 
@@ -50,20 +50,20 @@ Operating, while it serves:
 
 Streaming, in a step with many tokens, for each MoE layer:
 
-    plugin/rank/buffers             once, after loading: the stream buffers, and slots
-    streaming/streamer              before and after the layer's apply (plugin/rank/fused_moe)
-    streaming/schedule              which layer is copied into which buffer
-    streaming/replicas              points the layer's tensors at a buffer, and back
+    plugin/rank/buffers             once after loading: creates the stream buffers and slots
+    streaming/streamer              runs before and after the layer's apply (plugin/rank/fused_moe)
+    streaming/schedule              assigns layers to buffers
+    streaming/replicas              points the layer's tensors at a buffer and back
     cuda/staging, cpu/staging       copies, and orders copies and readers (memory/staging)
-    streaming/model_slots           fills slots from the buffer, before the layer computes
+    streaming/model_slots           copies to slots instead, if the layer has enough
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
-    plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: what has a copy is
-                                    computed from it
-    streaming/model_slots           which layer it is; between steps: what is stale, and what is offloaded
-    cuda/slots, cpu/slots           counts, fills and rewrites the list, in one kernel (memory/slots)
-    policy/slot_policy              the rules, which the kernel follows
+    plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: redirects experts to
+                                    their copies
+    streaming/model_slots           finds the layer; between steps: resets stale slots and updates what is offloaded
+    cuda/slots, cpu/slots           counts, fills, and rewrites the list in one kernel (memory/slots)
+    policy/slot_policy              the policy that the kernel implements
 """
 
 __version__ = "0.1.0"

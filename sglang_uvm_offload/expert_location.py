@@ -1,8 +1,8 @@
-"""Which expert of the checkpoint lies at which place of a layer.
+"""Maps the places of a layer to the checkpoint's experts.
 
-SGLang calls the places *physical* experts and the checkpoint's experts *logical* ones. A place computes, is counted and is
-moved; ids in flags, files and statistics are the checkpoint's. The two differ with ``--init-expert-location``; with
-``--ep-num-redundant-experts`` some experts have replicas, and ``--enable-eplb`` rearranges them all while it serves.
+SGLang calls places *physical* experts and the checkpoint's experts *logical* ones. Computing, counting and moving happen per
+place. Ids in flags, files and statistics are the checkpoint's. The two differ with ``--init-expert-location``. With
+``--ep-num-redundant-experts`` some experts have replicas, and ``--enable-eplb`` rearranges experts while serving.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class ExpertLocation:
-    """The routed experts of one MoE layer. ``experts``: int64, the checkpoint's id of the expert at each place, over all ranks
-    that share the layer. ``places``: those of this rank, in local order."""
+    """The routed experts of one MoE layer. ``experts`` (int64) is the checkpoint's id of the expert at each place, over all
+    ranks that share the layer. ``places`` are this rank's, in local order."""
 
     experts: np.ndarray
     places: range
 
     @classmethod
     def trivial(cls, num_experts: int, places: range) -> ExpertLocation:
-        """Each expert at the place of its own number."""
+        """The identity map: each expert at the place of its own id."""
         return cls(np.arange(num_experts), places)
 
     @property
@@ -42,13 +42,13 @@ class ExpertLocation:
 
     @property
     def replicas(self) -> np.ndarray:
-        """int64: at how many places of all ranks the expert of each of ``ids`` lies."""
+        """int64: the number of places, over all ranks, of each expert in ``ids``."""
         return np.bincount(self.experts)[self.ids]
 
 
 def by_expert(counts: np.ndarray, locations: Sequence[ExpertLocation], num_experts: int) -> np.ndarray:
-    """``[layers, ..., num_experts]``: the counts of one rank's places, ``[layers, ..., width]``, added up by the checkpoint's
-    expert. What lies behind the routed places (fused shared experts) is left out."""
+    """``[layers, ..., num_experts]``: one rank's counts per place, ``[layers, ..., width]``, summed per checkpoint expert.
+    Columns after the routed places (fused shared experts) are dropped."""
     out = np.zeros((*counts.shape[:-1], num_experts), dtype=np.int64)
     for total, local, where in zip(out, counts, locations, strict=True):
         np.add.at(np.moveaxis(total, -1, 0), where.ids, np.moveaxis(local[..., : len(where.places)], -1, 0))
@@ -56,8 +56,8 @@ def by_expert(counts: np.ndarray, locations: Sequence[ExpertLocation], num_exper
 
 
 def by_place(counts: np.ndarray, locations: Sequence[ExpertLocation], width: int) -> np.ndarray:
-    """``[layers, ..., width]``: the counts of the checkpoint's experts, ``[layers, ..., num_experts]``, at the places of one
-    rank. SGLang spreads tokens evenly over the replicas of an expert, so each has an equal part."""
+    """``[layers, ..., width]``: counts per checkpoint expert, ``[layers, ..., num_experts]``, mapped to one rank's places. The
+    replicas of an expert share its count equally, because SGLang spreads tokens evenly over them."""
     out = np.zeros((*counts.shape[:-1], width), dtype=np.int64)
     for local, total, where in zip(out, counts, locations, strict=True):
         local[..., : len(where.places)] = total[..., where.ids] // where.replicas

@@ -1,5 +1,5 @@
-"""The kinds of values that flags take: from the command line, from JSON, and in Python's own types, as programs give them to
-``sglang.Engine`` (paths, lists, False, numbers of NumPy)."""
+"""The kinds of flag values: from the command line, from JSON, or in Python types, as programs pass them to ``sglang.Engine``
+(paths, lists, False, NumPy numbers)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class Kind:
-    """``read`` returns what a value means, and raises ``ValueError`` with what would be right."""
+    """``read`` converts a value, or raises ``ValueError`` with what would be valid."""
 
     read: Callable[[Any], Any]
     parser: type = str
-    """What SGLang makes of the text of a command line."""
+    """The type to which SGLang converts the command line's text."""
     choices: tuple[str, ...] | None = None
 
 
 def plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy, or tensors, as numbers and lists."""
+    """Convert NumPy numbers and arrays, or tensors, to numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -33,14 +33,14 @@ def choice(*names: str) -> Kind:
         word = ("off", "on")[value] if isinstance(value, bool) else value
         if word in names:
             return str(word)
-        quoted = "; in YAML, put quotes around on and off" if str(value).lower() in ("true", "false") else ""
+        quoted = "; in YAML, quote on and off" if str(value).lower() in ("true", "false") else ""
         raise ValueError(f"must be one of {', '.join(names)}{quoted}")
 
     return Kind(read, choices=names)
 
 
 def whole(right: str, least: int, most: int, **words: int | None) -> Kind:
-    """A whole number, or one of ``words``, each with its meaning."""
+    """A whole number, or one of ``words``, which map to their meanings."""
 
     def read(value: Any) -> int | None:
         if not isinstance(value, bool) and (text := str(value)) in words:
@@ -60,14 +60,14 @@ def gib(right: str, parser: type = str, **words: None) -> Kind:
 
 
 def _bounded(value: Any, number: type[_Number], like: Callable[[str], bool], least: int, most: int, right: str) -> _Number:
-    with contextlib.suppress(ValueError):  # no number, or one of thousands of digits
+    with contextlib.suppress(ValueError):  # not a number, or one with thousands of digits
         if not isinstance(value, bool) and like(text := str(value)) and least <= number(text) <= most:
             return number(text)
     raise ValueError(f"must be {right}")
 
 
 def or_off(kind: Kind, off: Any) -> Kind:
-    """False means ``off``."""
+    """``kind``, but False means ``off``."""
     return Kind(lambda value: off if value is False else kind.read(value), kind.parser, kind.choices)
 
 
@@ -87,7 +87,7 @@ def _is_path(text: Any) -> bool:
 
 
 def _files(value: Any) -> tuple[Path, ...] | None:
-    """Of a list, or of text that separates them by commas."""
+    """Files in a list or in comma-separated text."""
     if isinstance(value, str):
         listed: Any = [item.strip() for item in value.split(",") if item.strip()] or [""]
     else:
@@ -95,17 +95,17 @@ def _files(value: Any) -> tuple[Path, ...] | None:
     try:
         return tuple(map(_file, listed)) or None
     except ValueError:
-        raise ValueError("must be the path of a file, or several, separated by commas or in a list") from None
+        raise ValueError("must be one or more file paths, separated by commas or in a list") from None
 
 
 def _ids(value: Any) -> str | list[Any]:
-    """As ``ResidentIds.parse`` takes them."""
+    """Ids in the form that ``ResidentIds.parse`` accepts."""
     if isinstance(value, os.PathLike):
         return f"@{os.fsdecode(value)}"
     if isinstance(value, str):
         return value
     if not _is_list(value):
-        raise ValueError("must be ids such as 0-63,70, a list of ids, a list of them for each MoE layer, or @FILE")
+        raise ValueError("must be ids such as 0-63,70, a list of ids, one list of ids per MoE layer, or @FILE")
     items = [plain(item) for item in (sorted(value) if isinstance(value, Set) else value)]
     if any(map(_is_list, items)):
         return [[plain(i) for i in item] if _is_list(item) else item for item in items]

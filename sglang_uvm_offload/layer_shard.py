@@ -1,4 +1,4 @@
-"""How many experts of a MoE layer one rank has, and which of the checkpoint's they are."""
+"""One rank's experts of a MoE layer, and which of the checkpoint's experts they are."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sglang_uvm_offload.expert_location import ExpertLocation
 
 @dataclass(frozen=True)
 class LayerShard:
-    """Of the decoder layer ``layer_id`` on one rank."""
+    """The shard of decoder layer ``layer_id`` on one rank."""
 
     layer_id: int
     num_experts: int
-    """Local experts, fused shared ones among them."""
+    """Local experts, including fused shared ones."""
     num_shared: int = 0
-    """Fused shared experts, which every token uses; they follow the routed ones."""
+    """Fused shared experts, which every token uses. They follow the routed ones."""
     ep_rank: int = 0
     ep_size: int = 1
     location: ExpertLocation | None = None
-    """Of the routed experts; None: each at the place of its own number."""
+    """The location of the routed experts; None for the identity."""
 
     @property
     def routed(self) -> int:
@@ -28,7 +28,7 @@ class LayerShard:
 
     @property
     def places(self) -> range:
-        """Those of the local routed experts, among ``num_places``."""
+        """The places of the local routed experts, out of ``num_places``."""
         first = self.ep_rank * self.routed
         return range(first, first + self.routed)
 
@@ -38,7 +38,7 @@ class LayerShard:
         return self.routed * self.ep_size
 
     def share_of(self, number: int) -> int:
-        """This rank's part of a number of a layer's experts: split as evenly as possible."""
+        """This rank's part of ``number`` experts of a layer, split as evenly as possible."""
         return number * (self.ep_rank + 1) // self.ep_size - number * self.ep_rank // self.ep_size
 
     def located(self) -> ExpertLocation:

@@ -1,4 +1,4 @@
-"""Parsing the flags of a launch: every value that is not well-formed is named at once."""
+"""Parses the flags of a launch and reports all malformed values at once."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _ALL = {**FLAGS, **OPTIONS}
 
 
 def of_arguments(given: Mapping[str, Any]) -> RequestedConfig | None:
-    """As ``parse``, of SGLang's arguments by field of ``ARGUMENTS``. Warns of flags that are replaced."""
+    """``parse`` SGLang's arguments, given by field of ``ARGUMENTS``. Warns about deprecated flags."""
     if turned_off(given.get("num_resident")):
         return None
     options, problems = _options(given.get(CONFIG))
     for name, by in REPLACED.items():
         if (value := given.get(name)) is None:
             continue
-        if name == "memory_headroom":  # GiB, or a share of VRAM? A wrong guess would show late
-            problems.append(f"{spelled(name)} {value!r}: replaced by {by}; give that instead")
+        if name == "memory_headroom":  # GiB or a share of VRAM: a wrong guess would show late
+            problems.append(f"{spelled(name)} {value!r}: replaced by {by}; use that instead")
         elif name not in OPTIONS:
-            logger.warning("%s %r: has no effect any more; now: %s", spelled(name), value, by)
+            logger.warning("%s %r: no longer has an effect; replaced by %s", spelled(name), value, by)
         elif name in options and str(value) != str(options[name]):
-            problems.append(f"{spelled(name)} {value!r}, and {flag_name(name)} {options[name]!r}: give only the second")
+            problems.append(f"{spelled(name)} {value!r} and {flag_name(name)} {options[name]!r}: give only the second")
         else:
             logger.warning("%s: replaced by %s", spelled(name), config_flag(**{name: plain(value)}))
             options.setdefault(name, value)
@@ -54,13 +54,13 @@ def of_arguments(given: Mapping[str, Any]) -> RequestedConfig | None:
 
 
 def _options(given: Any) -> tuple[dict[str, Any], list[str]]:
-    """The options that ``--expert-offload-config`` gives, and what is wrong with it as a whole."""
+    """The options in ``--expert-offload-config``, and the problems of the flag as a whole."""
     if given is None or given is False:
         return {}, []
     try:
         found = given if isinstance(given, Mapping) else _json(given)
         if not isinstance(found, Mapping):
-            raise ValueError("is no JSON object")
+            raise ValueError("not a JSON object")
     except (ValueError, RecursionError) as error:
         text = str(given)
         shown = text if len(text) <= 200 else f"{text[:200]}..."
@@ -72,36 +72,39 @@ def _options(given: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _json(given: Any) -> Any:
-    """Raises ``ValueError``."""
+    """Decode JSON text or ``@FILE``. Raises ``ValueError``."""
     text = f"@{os.fsdecode(given)}" if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
-        raise ValueError("is no JSON object")
+        raise ValueError("not a JSON object")
     if text.startswith("@"):
         try:
             text = reading.read(text[1:], MAX_CONFIG_BYTES).decode()
         except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror}") from error
+            raise ValueError(f"cannot read the file: {error.strerror}") from error
     try:
         return json.loads(text, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"has {name!r} twice")
+            raise ValueError(f"contains {name!r} twice")
         found[name] = value
     return found
 
 
 def parse(values: Mapping[str, Any], problems: Iterable[str] = ()) -> RequestedConfig | None:
-    """What ``values`` ask for (by name of a flag or an option), None if offloading is off: without ``num_resident``, where
-    others would have no effect, and with -1, whatever else is given.
+    """The config that ``values`` (by name of a flag or option) request. None if offloading is off: ``num_resident`` is -1
+    (whatever else is given) or not given.
 
-    Raises ``FlagError`` with every malformed value, after ``problems``. Values may be in Python's own types (``flag_types``);
-    None is the default. Reads the file that ``resident_ids`` names.
+        parse({"num_resident": "auto", "adapt": "continuous"})
+
+    Raises ``FlagError`` with all problems, after ``problems``: malformed values, combinations that do not work, and values that
+    have no effect without ``num_resident``. Values may be Python types (``flag_types``). None means the default. Reads the file
+    of ``resident_ids``.
     """
     assert values.keys() <= _ALL.keys(), f"{values.keys() - _ALL.keys()} are no flags"
     values = {name: plain(value) for name, value in values.items()}
@@ -112,7 +115,7 @@ def parse(values: Mapping[str, Any], problems: Iterable[str] = ()) -> RequestedC
     off = values.get("num_resident") is None
     if off:
         found += [
-            f"{flag_name(name)} {values[name]!r}: has no effect without {flag_name('num_resident')}"
+            f"{flag_name(name)} {values[name]!r}: no effect without {flag_name('num_resident')}"
             for name, value in read.items()
             if value is not _MALFORMED and value != _read(_ALL[name], None)
         ]
@@ -133,7 +136,7 @@ def parse(values: Mapping[str, Any], problems: Iterable[str] = ()) -> RequestedC
 
 
 def _well_formed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What each value means, or ``_MALFORMED``; and the problems of these."""
+    """The parsed values, with ``_MALFORMED`` for malformed ones, and the problems of the latter."""
     read, problems = {}, []
     for name, option in _ALL.items():
         try:
@@ -151,7 +154,7 @@ def _read(option: Option, value: Any) -> Any:
 
 
 def _implied(read: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What flags mean beside others."""
+    """Values that are implied by a combination of flags."""
     adapt, number, profile, save = (read[name] for name in ("adapt", "num_resident", "profile", "save_profile"))
     if read["prefetch"] in ("frequency", "speculative") and adapt != "off":
         adapt = "continuous"
@@ -175,11 +178,11 @@ def _selection_problems(read: Mapping[str, Any], values: Mapping[str, Any]) -> I
         if ids is None:
             yield f"{chosen} manual: needs {by_ids}"
     elif selection is not _MALFORMED and ids is not None and read["adapt"] != "continuous":
-        yield f"{by_ids} {values['resident_ids']!r}: only {chosen} manual or {flag_name('adapt')} continuous reads it"
+        yield f"{by_ids} {values['resident_ids']!r}: no effect without {chosen} manual or {flag_name('adapt')} continuous"
     if isinstance(ids, ResidentIds) and isinstance(number, int):
         yield from ids.number_problems(number)
     if selection in ("first_n", "manual") and isinstance(profile, tuple) and read["save_profile"] is None:
-        yield f"{by_profile} {values['profile']!r}: only {chosen} frequency reads it, and nothing is saved"
+        yield f"{by_profile} {values['profile']!r}: no effect without {chosen} frequency, because nothing is saved either"
 
 
 def _adapt_problems(read: Mapping[str, Any]) -> Iterator[str]:

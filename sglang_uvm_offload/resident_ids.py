@@ -1,4 +1,4 @@
-"""The experts that a user names as resident: ``--expert-offload-resident-ids``."""
+"""The resident experts that a user names with ``--expert-offload-resident-ids``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_uvm_offload.flags import flag_name
 
 MAX_IDS_FILE_BYTES = 16 << 20
 MAX_ID = 999_999
-"""More than any model has experts; bounds the memory of a range."""
+"""More experts than any model has. Bounds the memory of a range."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ResidentIds:
 
     @classmethod
     def parse(cls, given: str | list[Any]) -> ResidentIds:
-        """Read ``0-63,70`` (empty items and spaces are harmless), ``@file.json``, or what such a file holds. Raises
+        """Parse ``0-63,70`` (ignoring empty items and spaces), ``@file.json``, or the contents of such a file. Raises
         ``ValueError`` with the reason."""
         if isinstance(given, list):
             return cls(json.dumps(given, default=repr), per_layer=_per_layer(given, "it"), every_layer=None)
@@ -41,17 +41,17 @@ class ResidentIds:
                 continue
             ends = [end.strip() for end in item.split("-")]
             if len(ends) > 2 or not all(end.isdecimal() and len(end) <= 6 for end in ends):  # at most MAX_ID
-                raise ValueError(f"{item!r} is neither an expert id (0 to {MAX_ID}) nor a range like 0-63")
+                raise ValueError(f"{item!r} is neither an expert id (0 to {MAX_ID}) nor a range such as 0-63")
             first, last = int(ends[0]), int(ends[-1])
             if last < first:
-                raise ValueError(f"the range {item!r} runs backwards")
+                raise ValueError(f"the range {item!r} is reversed; give {last}-{first}")
             ids.update(range(first, last + 1))
         if not ids:
             raise ValueError("names no expert")
         return cls(text, per_layer=None, every_layer=frozenset(ids))
 
     def of_layer(self, index: int) -> frozenset[int]:
-        """The ids for the ``index``-th MoE layer of the model."""
+        """The ids of the model's ``index``-th MoE layer."""
         if self.every_layer is not None:
             return self.every_layer
         assert self.per_layer is not None
@@ -63,17 +63,17 @@ class ResidentIds:
 
     @property
     def least_residents(self) -> int:
-        """The smallest N that allows as many experts."""
+        """The smallest ``num_resident`` with room for these experts."""
         return -(-sum(map(len, self._lists)) // len(self._lists))
 
     def number_problems(self, num_resident: int) -> list[str]:
-        """Why these are more experts than N per layer, whatever the model."""
+        """Why these are more experts than ``num_resident`` per layer allows, whatever the model."""
         lists = self._lists
         total, allowed = sum(map(len, lists)), num_resident * len(lists)
         if total <= allowed:
             return []
         where = "a layer" if self.per_layer is None else f"over {len(lists)} layers"
-        return [f"{self._flag}: names {total} experts {where}, and {flag_name('num_resident')} {num_resident} allows {allowed}"]
+        return [f"{self._flag}: names {total} experts {where}, but {flag_name('num_resident')} {num_resident} allows {allowed}"]
 
     def expert_problems(self, num_experts: int) -> list[str]:
         """Why these ids do not fit a model with ``num_experts`` routed experts per layer."""
@@ -87,8 +87,8 @@ class ResidentIds:
         if self.per_layer is None or len(self.per_layer) == len(moe_layers):
             return []
         return [
-            f"{self._flag}: lists {len(self.per_layer)} layers, but the model has {len(moe_layers)} MoE layers, each of which "
-            f"needs a list: {', '.join(map(str, moe_layers))}"
+            f"{self._flag}: lists {len(self.per_layer)} layers, but each of the model's {len(moe_layers)} MoE layers needs a "
+            f"list: {', '.join(map(str, moe_layers))}"
         ]
 
     @property
@@ -101,16 +101,16 @@ def _ids_file(path: Path) -> tuple[frozenset[int], ...]:
         lists = json.loads(reading.read(path, MAX_IDS_FILE_BYTES).decode())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number with thousands of digits
         raise ValueError(f"{path} is not JSON: {error}") from error
     return _per_layer(lists, str(path))
 
 
 def _per_layer(lists: Any, where: str) -> tuple[frozenset[int], ...]:
     if not isinstance(lists, list) or not lists or not all(isinstance(ids, list) for ids in lists):
-        raise ValueError(f"{where} must hold a list with one list of expert ids for each MoE layer")
+        raise ValueError(f"{where} must be a list with one list of expert ids per MoE layer")
     for number, ids in enumerate(lists):
         bad = [i for i in ids if type(i) is not int or not 0 <= i <= MAX_ID]
         if bad:
-            raise ValueError(f"{where}: list {number} holds {reprlib.repr(bad[0])}, which is no expert id (0 to {MAX_ID})")
+            raise ValueError(f"{where}: list {number} has {reprlib.repr(bad[0])}, which is not an expert id (0 to {MAX_ID})")
     return tuple(frozenset(ids) for ids in lists)

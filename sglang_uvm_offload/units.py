@@ -1,4 +1,4 @@
-"""Bytes for people, and the bounds of numbers in a record that may come from outside."""
+"""Human-readable sizes, and bounds for numbers in records from outside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Listed = Meta(max_length=1 << 10)
-"""Of a list that a rank keeps short."""
+"""The bound of a list that a rank keeps short."""
 
 
 def size(nbytes: float) -> str:

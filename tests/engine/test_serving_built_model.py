@@ -66,6 +66,6 @@ def test_ids_that_do_not_fit_the_built_model_end_the_launch_before_its_weights_a
         engines.run(checkpoint, **manual(tmp_path, [[0], [1], [16]]))
     flag = f"--expert-offload-resident-ids '@{tmp_path}/ids.json': "
     assert f"{flag}expert 16 does not exist; the model's experts are 0-15" in failed.value.log
-    assert f"{flag}lists 3 layers, but the model has 2 MoE layers, each of which needs a list: 0, 1" in failed.value.log
+    assert f"{flag}lists 3 layers, but each of the model's 2 MoE layers needs a list: 0, 1" in failed.value.log
     assert failed.value.log.count(flag) == 2
     assert "Load weight end" not in failed.value.log

@@ -30,7 +30,7 @@ def wrong(flag, right, *values, **others):
     ("flags", "flag", "word"),
     [
         *wrong("num_resident", "whole number of experts (-1: off)", "4.5", "", "9999999", "²", True, [4], "-2"),
-        *wrong("adapt", "in YAML, put quotes around on and off", "false"),
+        *wrong("adapt", "in YAML, quote on and off", "false"),
         *wrong("adapt", "must be one of off, warmup, continuous", True),
         *wrong("prefetch", "none, frequency, speculative", "guess"),
         *wrong("resident_selection", "first_n, frequency", "hot"),
@@ -42,27 +42,27 @@ def wrong(flag, right, *values, **others):
         *wrong("stream_tokens", "auto, inf, or a whole number of tokens", "1.5", -2),
         *wrong("lookup_tables", "must be one of vram, host", False),
         *wrong("tma", "must be one of on, off", "no"),
-        *wrong("profile", "must be the path of a file, or several, separated by commas", " , ", {"a": 1}, ["a", 7]),
+        *wrong("profile", "must be one or more file paths, separated by commas", " , ", {"a": 1}, ["a", 7]),
         *wrong("stats", "must be the path of a file", "", 7, "t\0", "\ud800"),
         *wrong("save_profile", "must be the path of a file", " ", True, b"a"),
         *wrong("resident_ids", "a list of ids", 7, {"a": 1}, **MANUAL),
         *wrong("resident_ids", "names no expert", [], "", " , ", **MANUAL),
         *wrong("resident_ids", "neither an expert id", "a", "-3", "1-2-3", "0-9999999", "1.5", [0, -1], [0, 1.5], **MANUAL),
-        *wrong("resident_ids", "runs backwards", "5-2", **MANUAL),
-        *wrong("resident_ids", "list 1 holds True", [[0], [True]], **MANUAL),
-        *wrong("resident_ids", "one list of expert ids for each MoE layer", [[0], 1], **MANUAL),
-        *wrong("resident_ids", "names 9 experts a layer, and --expert-offload-num-resident 4 allows 4", "0-8", **MANUAL),
-        *wrong("resident_ids", "names 10 experts over 2 layers, and --expert-offload-num-resident 4 allows 8", [range(9), [0]]),
+        *wrong("resident_ids", "is reversed; give 2-5", "5-2", **MANUAL),
+        *wrong("resident_ids", "list 1 has True", [[0], [True]], **MANUAL),
+        *wrong("resident_ids", "one list of expert ids per MoE layer", [[0], 1], **MANUAL),
+        *wrong("resident_ids", "names 9 experts a layer, but --expert-offload-num-resident 4 allows 4", "0-8", **MANUAL),
+        *wrong("resident_ids", "names 10 experts over 2 layers, but --expert-offload-num-resident 4 allows 8", [range(9), [0]]),
         *wrong("resident_ids", "manual or --expert-offload-adapt continuous", "0-3", **FIRST),
         *wrong("resident_selection", "manual: needs --expert-offload-resident-ids", "manual"),
-        *wrong("profile", "only --expert-offload-resident-selection frequency", "p,q", **FIRST),
+        *wrong("profile", "no effect without --expert-offload-resident-selection frequency", "p,q", **FIRST),
         *wrong("profile", "nothing is saved", "p", resident_ids="1", save_profile=False),
         *wrong("adapt", "a --expert-offload-profile; for residents that never change, use first_n or manual", "off"),
         *wrong("prefetch", "which --expert-offload-adapt off forbids", "frequency", adapt="off", **FIRST),
         *wrong("num_resident", "manual needs a number", "auto", resident_ids="1", **MANUAL),
         *wrong("num_resident", "without one needs --expert-offload-adapt continuous", "auto", resident_ids="1"),
         *(
-            ({name: value}, flag_name(name), "has no effect without --expert-offload-num-resident")
+            ({name: value}, flag_name(name), "no effect without --expert-offload-num-resident")
             for name, value in (("stats", "s.json"), ("slots", 8), ("resident_selection", "first_n"), ("draft_num_resident", 0))
         ),
     ],
@@ -193,7 +193,7 @@ def test_ids_of_each_layer_may_be_in_a_file_or_a_list(form, tmp_path):
     assert ids.number_problems(2) + ids.expert_problems(6) + ids.layer_problems((3, 5)) == []
     (problem,) = ids.layer_problems((1, 2, 5))
     assert problem.startswith("--expert-offload-resident-ids '")
-    assert problem.endswith("lists 2 layers, but the model has 3 MoE layers, each of which needs a list: 1, 2, 5")
+    assert problem.endswith("lists 2 layers, but each of the model's 3 MoE layers needs a list: 1, 2, 5")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_ids_of_each_layer_may_be_in_a_file_or_a_list(form, tmp_path):
         (b"[[" + b"1" * 5000 + b"]]", "not JSON"),
         (b"{}", "one list of expert ids"),
         (b"[]", "one list of expert ids"),
-        (b"[[0], [-1]]", "list 1 holds -1"),
-        (b'[["' + b"x" * 100_000 + b'"]]', "holds 'xxx"),
+        (b"[[0], [-1]]", "list 1 has -1"),
+        (b'[["' + b"x" * 100_000 + b'"]]', "has 'xxx"),
         (b"[[1000000]]", "0 to 999999"),
         (b" " * ((16 << 20) + 1), "larger than 16 MiB"),
     ],
@@ -233,8 +233,8 @@ def test_numbers_that_do_not_fit_the_model_are_refused():
     assert not expert_problems(None, 10, 1, 8, redundant=2), "redundant experts count as residents do"
     (problem,) = expert_problems(None, 11, 0, 8, redundant=2)
     assert problem == (
-        "--expert-offload-num-resident 11: the model has 8 routed experts a layer and 2 redundant ones; give at most as many"
+        "--expert-offload-num-resident 11: the model has 8 routed experts a layer and 2 redundant ones; give at most 10"
     )
     (problem,) = expert_problems(None, 4, 5, 8)
-    assert problem.startswith("--expert-offload-slots 5: 4 residents leave 4 of 8 experts a layer offloaded")
+    assert problem.startswith("--expert-offload-slots 5: 4 residents leave only 4 of 8 experts a layer offloaded")
     assert not expert_problems(None, 8, 8, 8)

@@ -76,16 +76,16 @@ def test_no_options_are_the_defaults(config):
         ('{"stream-token": 8}', f"{CONFIG} 'stream-token': no such option", "did you mean stream_tokens?"),
         ('{"x": 8}', f"{CONFIG} 'x': no such option", "there are warmup_tokens, draft_num_resident, "),
         ('{"adapt": "off"}', f"{CONFIG} 'adapt': no such option", "did you mean --expert-offload-adapt?"),
-        ('{"tma": "on", "tma": "off"}', f'{CONFIG} \'{{"tma"', "has 'tma' twice"),
-        ("[1]", f"{CONFIG} '[1]'", "is no JSON object; give an object such as '{\"warmup_tokens\": 8192}'"),
-        (5, f"{CONFIG} '5'", "is no JSON object"),
-        ("warmup_tokens", f"{CONFIG} 'warmup_tokens'", "is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ('{"tma": "on", "tma": "off"}', f'{CONFIG} \'{{"tma"', "contains 'tma' twice"),
+        ("[1]", f"{CONFIG} '[1]'", "not a JSON object; give an object such as '{\"warmup_tokens\": 8192}'"),
+        (5, f"{CONFIG} '5'", "not a JSON object"),
+        ("warmup_tokens", f"{CONFIG} 'warmup_tokens'", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         ('{"tma": "on"', f'{CONFIG} \'{{"tma"', "line 1 column 13 (char 12)"),
-        ("", f"{CONFIG} ''", "is not JSON"),
+        ("", f"{CONFIG} ''", "not JSON"),
         ("[" * 100_000, f"{CONFIG} '[[[", "recursion"),
         ('{"warmup_tokens": ' + "9" * 5000 + "}", f"{CONFIG} '{{", "digits"),
-        ("@/nowhere/options.json", f"{CONFIG} '@/nowhere/options.json'", "cannot be read: No such file or directory"),
-        ("@", f"{CONFIG} '@'", "cannot be read"),
+        ("@/nowhere/options.json", f"{CONFIG} '@/nowhere/options.json'", "cannot read the file: No such file or directory"),
+        ("@", f"{CONFIG} '@'", "cannot read the file"),
     ],
 )
 def test_what_is_wrong_with_an_option_is_one_line(config, start, word):
@@ -115,9 +115,7 @@ def test_problems_of_options_come_with_those_of_flags():
 
 
 def test_options_without_residents_are_refused():
-    with pytest.raises(
-        FlagError, match="--expert-offload-config tma 'off': has no effect without --expert-offload-num-resident"
-    ):
+    with pytest.raises(FlagError, match="--expert-offload-config tma 'off': no effect without --expert-offload-num-resident"):
         of_arguments({"config": {"tma": "off"}})
 
 
@@ -133,19 +131,19 @@ def test_a_flag_of_before_keeps_its_effect_and_says_once_what_replaces_it(name, 
 def test_a_replaced_flag_and_its_option_may_agree_but_not_differ():
     assert of_arguments({"num_resident": 4, "warmup_tokens": "77", "config": {"warmup_tokens": 77}}).warmup_tokens == 77
     (problem,) = problems(warmup_tokens="78", config={"warmup_tokens": 77})
-    assert problem == "--expert-offload-warmup-tokens '78', and --expert-offload-config warmup_tokens 77: give only the second"
+    assert problem == "--expert-offload-warmup-tokens '78' and --expert-offload-config warmup_tokens 77: give only the second"
 
 
 @pytest.mark.parametrize("name", ["backend", "draft_policy", "prefetch_num", "prefetch_depth"])
 def test_a_flag_without_effect_is_named_and_ignored(name, caplog):
     assert of_arguments({"num_resident": 4, name: "4"}) == parse({"num_resident": 4})
     (record,) = caplog.records
-    assert record.getMessage() == f"{spelled(name)} '4': has no effect any more; now: {REPLACED[name]}"
+    assert record.getMessage() == f"{spelled(name)} '4': no longer has an effect; replaced by {REPLACED[name]}"
 
 
 def test_a_headroom_of_unknown_unit_is_refused():
     (problem,) = problems(memory_headroom="0.1")
-    replaced = "replaced by --expert-offload-headroom-gb, in GiB; give that instead"
+    replaced = "replaced by --expert-offload-headroom-gb, in GiB; use that instead"
     assert problem == f"--expert-offload-memory-headroom '0.1': {replaced}"
 
 

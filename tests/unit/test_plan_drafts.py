@@ -85,4 +85,4 @@ def test_what_is_left_free_beside_hierarchical_caches_is_sglangs():
 
 def test_the_page_names_the_cache_that_auto_leaves_room_for():
     page = " ".join((Path(__file__).parents[2] / "docs/flags.md").read_text().split())
-    assert f"It leaves room for a KV cache of {DEFAULT_KV_TOKENS:,} tokens" in page
+    assert f"`auto` leaves room for a KV cache of {DEFAULT_KV_TOKENS:,} tokens" in page

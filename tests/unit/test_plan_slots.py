@@ -58,7 +58,7 @@ def test_a_slot_takes_a_row_of_every_tensor_and_its_expert_stays_in_host_ram():
         (
             Slots(57),
             {"num_resident": 200},
-            "--expert-offload-slots 57: 200 residents leave 56 of 256 experts a layer",
+            "--expert-offload-slots 57: 200 residents leave only 56 of 256 experts a layer",
         ),
         (Slots(100), {"num_resident": 150}, "--expert-offload-num-resident 150: leaves no room for a KV cache of 16384 tokens"),
         (Slots(100), {"num_resident": 60, "host_gib": 300}, "--expert-offload-num-resident 60: the offloaded experts need "),
