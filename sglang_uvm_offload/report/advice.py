@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from sglang_uvm_offload.flags import flag_name
 from sglang_uvm_offload.replay.policies import AHEAD, OFFERED
 from sglang_uvm_offload.replay.results import Replay
-from sglang_uvm_offload.report.source import ServerInfo, budget, pooled, recent_hit_rate
-from sglang_uvm_offload.report.units import percent, points
+from sglang_uvm_offload.report.headline import Comparison, comparison
+from sglang_uvm_offload.report.source import ServerInfo, budget, follows, recent_hit_rate, slots_a_layer
+from sglang_uvm_offload.report.units import change, percent, points
 from sglang_uvm_offload.residency.history import Curve
 from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.units import size
 
-FEW_STEPS = 256
-"""With fewer decode steps, the best set in hindsight means nothing."""
-HIGH, LOW = 0.9, 0.6
-"""Hit rates are called high from ``HIGH`` on, and low below ``LOW``."""
-NEAR, FAR = 0.03, 0.10
-"""Residents are well chosen up to NEAR below the best fixed set, and badly chosen beyond FAR."""
+HIGH = 0.9
+"""From this hit rate on nothing needs to be done."""
+NEAR, FAR = 3.0, 10.0
+"""Experts in VRAM are well chosen up to NEAR points below the best fixed set, and badly chosen beyond FAR."""
 WORTH, SAME = 0.05, 0.01
 """The gain from which a larger budget is worth its VRAM, and the loss up to which a smaller one is as good."""
 LAYERS_DIFFER = 0.02
@@ -26,102 +25,113 @@ MANY_MOVES = 0.25
 """The share of moves in the bytes that are moved or read in place from which they are mentioned."""
 
 
-def advice(info: ServerInfo) -> list[str]:
-    """The verdict, which is the most urgent thing to know, and what else there is to say."""
-    ranks = info.ranks
-    lines = [
+def alerts(info: ServerInfo) -> list[str]:
+    """What is wrong and has to be known first."""
+    ranks = list(zip(info.rank_names, info.ranks, strict=True))
+    faults = [
         f"Moving experts stopped ({name}): {rank.fault}. Outputs are not affected, but residents no longer change: fix the "
         "cause and restart the server."
-        for name, rank in zip(info.rank_names, ranks, strict=True)
+        for name, rank in ranks
         if rank.fault is not None
     ]
-    lines += [
+    evictions = [
         f"About {size(rank.evicted_bytes)} of residents were evicted from VRAM ({name}), because something else needed it; hit "
         "rates count them as resident. Leave more VRAM free: a larger --expert-offload-headroom-gb, fewer residents, or no "
         "other process on this GPU."
-        for name, rank in zip(info.rank_names, ranks, strict=True)
+        for name, rank in ranks
         if rank.evicted_bytes
     ]
-    if not any(rank.offloaded_experts for rank in ranks):
-        return [*lines, "Every expert is in VRAM: offloading does nothing here, and plain SGLang is simpler."]
-    routed = sum(rank.routed for rank in ranks)
-    if not routed:
-        return [*lines, "No routing was counted yet, or the MoE runner shows none: send requests, and report again."]
-    early = f"Hit rate {percent(sum(rank.history.routed_resident[-1] for rank in ranks) / routed)} so far; too early to judge"
-    if not all(rank.warmup_done for rank in ranks):
-        return [*lines, f"{early}: the warm-up is not over, and residents are still the initial ones. Send more requests."]
-    curve = info.curve
-    steps = 0 if curve is None else curve.decode_steps
-    if curve is None or steps < FEW_STEPS:
-        return [*lines, f"{early}: of {FEW_STEPS} decode steps {FEW_STEPS - steps} are missing. Send more requests."]
+    return faults + evictions
+
+
+def advice(info: ServerInfo) -> list[str]:
+    """What would raise the hit rate, or cost less; nothing where it is too early to judge."""
+    found, curve = comparison(info), info.curve
+    if found is None or curve is None:
+        return []
     return [
-        *lines,
-        _how_well_chosen(info, curve),
-        *_other_budgets(info, curve),
-        *_layers_differ(ranks, curve),
-        *_many_moves(ranks),
+        *_of_late(info, found),
+        *_how_well_chosen(info, found, curve),
+        *_other_budgets(info, found, curve),
+        *_layers_differ(info.ranks, curve),
+        *_many_moves(info.ranks),
     ]
 
 
-def _how_well_chosen(info: ServerInfo, curve: Curve) -> str:
-    """Judges by the better of two hit rates: the current residents' over all steps, and the recent one."""
-    ranks, now = info.ranks, budget(info.ranks)
-    best, reached = curve.at(now, pooled(ranks)), max(curve.present, recent_hit_rate(ranks) or 0.0)
-    level = "high" if reached >= HIGH else "low" if reached < LOW else "fair"
-    verdict = f"Hit rate {percent(reached)} in decode steps: {level}"
-    held = f"{now:.4g} of {curve.residents[-1]} experts a layer"
-    gap = best - reached
-    if gap > NEAR:
-        return (
-            f"{verdict}, and {points(gap)} below the best fixed set of as many residents, {percent(best)} in hindsight. "
-            f"{_remedy(info) if gap > FAR else ''}"
-        ).strip()
-    if level == "high":
-        return f"{verdict}, and about the best that {held} in VRAM can reach ({percent(best)}). Nothing needs to be done."
-    return (
-        f"{verdict}, because {held} are in VRAM, and the best choice of so many reaches {percent(best)}. Only more experts in "
-        "VRAM raise it: a larger --expert-offload-num-resident, or --expert-offload-slots."
-    )
+def _of_late(info: ServerInfo, found: Comparison) -> list[str]:
+    """The hit rate without what preceded: the warm-up, and earlier traffic."""
+    recent = recent_hit_rate(info.ranks)
+    if recent is None or abs(change(found.hit_rate, recent)) < NEAR:
+        return []
+    return [f"In the latest half of the time, the hit rate was {percent(recent)}."]
+
+
+def _how_well_chosen(info: ServerInfo, found: Comparison, curve: Curve) -> list[str]:
+    """Judges those that follow the traffic by what they serve of late, if that is better: the warm-up lies behind them."""
+    reached = max(found.hit_rate, recent_hit_rate(info.ranks) or 0.0) if found.follows else found.hit_rate
+    gain = change(found.best, reached)
+    if gain < -FAR:
+        return [_remedy(info)]
+    if gain < -NEAR:
+        return []
+    if reached >= HIGH:
+        return ["The hit rate is high: nothing needs to be done."]
+    held = f"{found.experts:.4g} of {curve.residents[-1]} experts a layer"
+    if found.follows:
+        return [f"With {held} in VRAM, only more of them raise the hit rate much: {_larger(info)}."]
+    return [
+        f"No fixed choice of {held} does much better. A larger --expert-offload-num-resident does, and experts that follow the "
+        "traffic may: --expert-offload-adapt continuous, or --expert-offload-slots."
+    ]
 
 
 def _remedy(info: ServerInfo) -> str:
-    """For badly chosen residents."""
-    if all(rank.adapt == "continuous" for rank in info.ranks):
-        return "The traffic changes too fast for moves to pay off; a larger budget helps more."
+    """Advice where the experts in VRAM are badly chosen."""
+    if follows(info.ranks):
+        return f"The traffic changes too fast to follow; more experts in VRAM help more: {_larger(info)}."
     if info.internal_states[0].expert_offload_resident_selection != "frequency" or info.ranks[0].adapt == "off":
-        return "They do not follow the traffic; with --expert-offload-adapt continuous they would."
-    return f"--expert-offload-adapt continuous, or a longer warm-up ({flag_name('warmup_tokens')}), would choose better."
+        return "Residents do not follow the traffic; with --expert-offload-adapt continuous they would."
+    return (
+        f"--expert-offload-adapt continuous, or a longer warm-up ({flag_name('warmup_tokens')}), would choose better residents."
+    )
 
 
-def _other_budgets(info: ServerInfo, curve: Curve) -> list[str]:
+def _larger(info: ServerInfo) -> str:
+    """The flags that put more experts into VRAM."""
+    if any(rank.slots is not None for rank in info.ranks):
+        return "a larger --expert-offload-slots"
+    return "a larger --expert-offload-num-resident, or --expert-offload-slots"
+
+
+def _other_budgets(info: ServerInfo, found: Comparison, curve: Curve) -> list[str]:
     """Whether an eighth of the experts more is worth its VRAM, and whether an eighth less is as good."""
-    now, shared, step = budget(info.ranks), pooled(info.ranks), curve.residents[-1] / 8
-    here = curve.at(now, shared)
+    now, step, here = found.experts, curve.residents[-1] / 8, found.best
     lines = []
     more = next((n for n in curve.residents if n >= now + step), curve.residents[-1])
     if more > now:
-        gain = curve.at(more, shared) - here
-        price = f"{size((more - now) * _bytes_a_resident(info.ranks))} more VRAM on each rank"
+        there = curve.at(more, found.follows)
+        price = f"{size((more - now) * _bytes_an_expert(info.ranks))} more VRAM on each rank"
         lines.append(
-            f"{_flag(info, more)}, for {price}, would {'' if gain >= WORTH else 'only '}have raised the best hit rate from "
-            f"{percent(here)} to {percent(here + gain)}: {points(gain)}."
+            f"{_flag(info, more)}, for {price}, would {'' if there - here >= WORTH else 'only '}have raised the best fixed "
+            f"choice from {percent(here)} to {percent(there)}: {points(here, there)}."
         )
     less = next((n for n in reversed(curve.residents) if n <= now - step), None)
-    if less is not None and here - curve.at(less, shared) <= SAME:
+    if less is not None and less > _unchanged(info) and here - (there := curve.at(less, found.follows)) <= SAME:
+        freed = size((now - less) * _bytes_an_expert(info.ranks))
         lines.append(
-            f"{_flag(info, less)} would have lowered the best hit rate by only {points(here - curve.at(less, shared))}, and "
-            f"left {size((now - less) * _bytes_a_resident(info.ranks))} of each rank's VRAM to the KV cache."
+            f"{_flag(info, less)} would have lowered the best fixed choice by only {points(there, here)}, and left {freed} of "
+            "each rank's VRAM to the KV cache."
         )
     return lines
 
 
 def _layers_differ(ranks: Sequence[RankStatus], curve: Curve) -> list[str]:
-    gain = curve.at(budget(ranks), True) - curve.at(budget(ranks), False)
-    if gain < LAYERS_DIFFER or pooled(ranks):
+    here, there = (curve.at(budget(ranks), pooled) for pooled in (False, True))
+    if there - here < LAYERS_DIFFER or follows(ranks):
         return []
     return [
         "Layers differ: in the same VRAM, more residents in the layers that use them would have raised the hit rate by "
-        f"{points(gain)} (--expert-offload-adapt continuous)."
+        f"{points(here, there)} (--expert-offload-adapt continuous)."
     ]
 
 
@@ -145,7 +155,10 @@ def replay_advice(results: Sequence[Replay]) -> list[str]:
     if not offered:
         return [f"A server offers none of these policies ({', '.join(OFFERED)})."]
     best = min(offered, key=lambda result: result.step_seconds)
-    lines = [f"Of the policies that a server offers, {best.policy} ({OFFERED[best.policy]}) spends the least time on the link."]
+    lines = [
+        f"Of the policies that a server offers, {best.policy} ({OFFERED[best.policy]}) spends the least time on the link: "
+        f"{1e3 * best.step_seconds:.3f} ms a decode step, with a hit rate of {percent(best.hit_rate)}."
+    ]
     paging = [result for result in results if result.policy not in (*OFFERED, *AHEAD)]
     least = min(paging, key=lambda result: result.step_seconds, default=best)
     if least.step_seconds < best.step_seconds:
@@ -155,7 +168,7 @@ def replay_advice(results: Sequence[Replay]) -> list[str]:
         )
     belady = next((result for result in results if result.policy == "belady"), None)
     if belady is not None and belady.hit_rate > best.hit_rate:
-        gap = points(belady.hit_rate - best.hit_rate)
+        gap = points(best.hit_rate, belady.hit_rate)
         lines.append(
             f"belady, which knows the future, has a hit rate {gap} higher: the bound for as many residents of each layer."
         )
@@ -164,11 +177,17 @@ def replay_advice(results: Sequence[Replay]) -> list[str]:
     return lines
 
 
-def _bytes_a_resident(ranks: Sequence[RankStatus]) -> float:
-    """VRAM on a rank for one more resident in each of its layers."""
+def _bytes_an_expert(ranks: Sequence[RankStatus]) -> float:
+    """VRAM on a rank for one more expert in each of its layers."""
     return sum(layer.expert_bytes for rank in ranks for layer in rank.layers) / len(ranks)
 
 
-def _flag(info: ServerInfo, residents: int) -> str:
-    """The flag that keeps this many residents a layer on each rank: N counts over expert-parallel ranks."""
-    return f"--expert-offload-num-resident {residents * info.internal_states[0].ep_size}"
+def _unchanged(info: ServerInfo) -> float:
+    """The experts a layer in VRAM that ``_flag`` leaves as they are: with slots, the residents."""
+    return budget(info.ranks) if slots_a_layer(info.ranks) else 0.0
+
+
+def _flag(info: ServerInfo, experts: int) -> str:
+    """The flag with which each rank holds this many experts a layer in VRAM. Flags count over expert-parallel ranks."""
+    name = "slots" if slots_a_layer(info.ranks) else "num-resident"
+    return f"--expert-offload-{name} {round((experts - _unchanged(info)) * info.internal_states[0].ep_size)}"

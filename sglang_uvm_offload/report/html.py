@@ -14,13 +14,24 @@ GENERATOR = "sglang-uvm-offload"
 DOCTYPE = "<!doctype html>"
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 900px; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 2em 0 .3em } p { max-width: 46em; margin: .4em 0 }
-table { border-collapse: collapse; margin: .8em 0; font-variant-numeric: tabular-nums }
-th, td { border-bottom: 1px solid #ddd; padding: .2em .8em .2em 0; text-align: right; overflow-wrap: anywhere }
-th { font-weight: 600 } th:first-child, td:first-child { text-align: left }
-.facts td { text-align: left } .verdict { font-size: 1.1em; font-weight: 600 } .advice li { margin: .3em 0; max-width: 46em }
-figure { margin: .5em 0 } figure > svg { max-width: 100%; height: auto }
+:root { color-scheme: light }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff }
+body { max-width: 880px; margin: 0 auto; padding: 1.5em 1em }
+h1 { font-size: 1.5em; margin: 0 0 .6em } h2 { font-size: 1.2em; margin: 2.2em 0 .4em } p, li { max-width: 44em }
+p { margin: .5em 0 } ul { padding-left: 1.2em } li { margin: .4em 0 } h1, p, li, .facts td + td { overflow-wrap: anywhere }
+.headline { font-size: 1.2em; font-weight: 600; line-height: 1.4; border-left: 4px solid #0072b2; padding-left: .8em }
+.alert { background: #fdf0e7; border-left: 4px solid #d55e00; padding: .6em .8em }
+.table { overflow-x: auto; margin: .8em 0 } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { border-bottom: 1px solid #ddd; padding: .3em 1.2em .3em 0; vertical-align: top }
+th, td { text-align: right; white-space: nowrap }
+th { font-weight: 600 } th:first-child, td:first-child, .facts td { text-align: left } .facts td + td { white-space: normal }
+small { display: block; max-width: 32em; white-space: normal; font-size: .85em; color: #666 } td:has(small) { min-width: 13em }
+td:last-child, th:last-child { padding-right: 0 }
+figure { margin: .8em 0 } svg { display: block; max-width: 100%; height: auto } .narrow { display: none }
+@media (max-width: 720px) {
+  .wide { display: none } .narrow { display: block }
+  .facts td { display: block; border: 0; padding: 0 } .facts td:first-child { font-size: .85em; color: #666; margin-top: .5em }
+}
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The report may load nothing: it contains its styles and charts."""
@@ -48,7 +59,7 @@ def document(title: str, *body: Element) -> str:
         element("meta", charset="utf-8"),
         element("meta", name="generator", content=GENERATOR),
         element("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        element("meta", name="viewport", content="width=device-width"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", title),
         element("style", STYLE),
     )
@@ -70,13 +81,25 @@ def section(title: str, *body: Element) -> Element:
     return element("section", element("h2", title), *body)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
+def table(head: Sequence[str], rows: Sequence[Sequence[Child]]) -> Element:
+    """A table that scrolls inside itself where the screen is narrower; without ``head``, it has no head."""
     body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
-    return element("table", element("tr", *(element("th", cell) for cell in head)), *body)
+    top = [element("tr", *(element("th", cell) for cell in head))] if head else []
+    return element("div", element("table", *top, *body), class_="table", tabindex="0")
+
+
+def explained(name: str, meaning: str) -> Element:
+    """A name for a table's cell, with its meaning below."""
+    return element("span", name, element("small", meaning))
 
 
 def items(lines: Sequence[str]) -> Element:
-    return element("ul", *(element("li", line) for line in lines), class_="advice")
+    return element("ul", *(element("li", line) for line in lines))
+
+
+def folded(summary: str, *body: Element) -> Element:
+    """A part that the reader opens."""
+    return element("details", element("summary", summary), *body)
 
 
 def written() -> str:

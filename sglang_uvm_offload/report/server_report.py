@@ -6,20 +6,22 @@ markup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from xml.etree.ElementTree import Element
 
+import msgspec
 import numpy as np
-from matplotlib.figure import Figure
 
 from sglang_uvm_offload.replay.policies import LINK_GBPS
-from sglang_uvm_offload.report.advice import advice
-from sglang_uvm_offload.report.charts import Line, cell_map, column_chart, line_chart, picture
-from sglang_uvm_offload.report.html import document, element, facts, items, section, table, written
-from sglang_uvm_offload.report.source import ServerInfo, budget, recent_hit_rate
+from sglang_uvm_offload.report.advice import advice, alerts
+from sglang_uvm_offload.report.charts import Chart, Line, cell_map, column_chart, line_chart, picture
+from sglang_uvm_offload.report.headline import headline
+from sglang_uvm_offload.report.html import Child, document, element, explained, facts, folded, items, section, table, written
+from sglang_uvm_offload.report.source import ServerInfo, budget, decode_hit_rate, slots_a_layer
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
-from sglang_uvm_offload.residency.history import Curve, ProfileVerdict
+from sglang_uvm_offload.residency.history import Curve, Past, ProfileVerdict
 from sglang_uvm_offload.residency.status import (
     MAX_EXPERTS,
     LayerStatus,
@@ -30,52 +32,22 @@ from sglang_uvm_offload.residency.status import (
 )
 from sglang_uvm_offload.units import size
 
-RANKS_DRAWN = 4
+RANKS_DRAWN = 8
+SAMPLES_OF_SEVERAL = 60
 
 
 def server_report(info: ServerInfo, source: str) -> str:
     """The report on a server; ``info`` has at least one rank."""
     ranks, names = info.ranks, info.rank_names
-    drawn = list(zip(names, ranks, strict=True))[:RANKS_DRAWN]
-    verdict, *more = advice(info)
+    drawn = [(name, _drawn(rank, len(ranks))) for name, rank in zip(names[:RANKS_DRAWN], ranks, strict=False)]
+    more = advice(info)
     return document(
         "Where experts were served from",
-        element("p", verdict, class_="verdict"),
-        _facts(info, source),
-        *([section("Advice", items(more))] if more else []),
-        section(
-            "Totals",
-            table(
-                [
-                    "rank",
-                    "experts in VRAM",
-                    "in VRAM",
-                    "reclaimable",
-                    "in host RAM",
-                    "tokens",
-                    "hit rate",
-                    "of bytes",
-                    "zero-copy reads",
-                    "streamed",
-                    "into slots",
-                    "moves",
-                    "moved",
-                    "link time, estimated",
-                ],
-                [[name, *_served(rank)] for name, rank in zip(names, ranks, strict=True)],
-            ),
-            element(
-                "p",
-                "Hit rate: the share of routed tokens, prefill and decode, whose expert was in VRAM, resident or in a slot. "
-                "Reclaimable: VRAM that the driver keeps for experts that left it, until something needs it. "
-                "Zero-copy reads: bytes of offloaded experts that steps read in place over the link, each expert once a step; "
-                "a prefill may read one more often. Streamed: bytes of offloaded experts that were copied over the link into "
-                "VRAM for steps with many tokens, each byte once a step. Into slots: bytes of offloaded experts that steps "
-                "copied over the link into slots, where later steps read them. Link time: of all these bytes and those moved, "
-                f"{_link_rate(ranks)}.",
-            ),
-            *_notes(info),
-        ),
+        *(element("p", alert, class_="alert") for alert in alerts(info)),
+        element("p", headline(info), class_="headline"),
+        *([items(more)] if more else []),
+        *_facts(info, source),
+        section("Totals", _totals(info), *_notes(info)),
         section("Where the experts are", picture(_map(info))),
         section("Hit rate over time", *_over_time(drawn)),
         section("Bytes over the link", picture(_bytes_over_time(drawn))),
@@ -85,7 +57,16 @@ def server_report(info: ServerInfo, source: str) -> str:
     )
 
 
-def _facts(info: ServerInfo, source: str) -> Element:
+def _drawn(rank: RankStatus, ranks: int) -> RankStatus:
+    """The rank with as many samples as can be told apart beside those of other ranks."""
+    if ranks == 1:
+        return rank
+    step = -(-len(rank.history.seconds) // SAMPLES_OF_SEVERAL)
+    columns = [getattr(rank.history, name) for name in Past.__struct_fields__]
+    return msgspec.structs.replace(rank, history=Past(*(column[:-1:step] + column[-1:] for column in columns)))
+
+
+def _facts(info: ServerInfo, source: str) -> list[Element]:
     state, rank = info.internal_states[0], info.ranks[0]
     pairs = [
         ("source", source),
@@ -95,24 +76,41 @@ def _facts(info: ServerInfo, source: str) -> Element:
         *([("sglang-uvm-offload", rank.plugin_version)] if rank.plugin_version else []),
         ("model loaded", f"{duration(rank.history.seconds[-1])} before"),
         ("--expert-offload-num-resident", str(state.expert_offload_num_resident)),
-        ("resident selection, adapt", f"{state.expert_offload_resident_selection}, {rank.adapt}"),
+        ("resident selection, adapt", f"{state.expert_offload_resident_selection}, {rank.adapt}{_paused(info.ranks)}"),
         ("ranks", f"TP {state.tp_size}, PP {state.pp_size}, EP {state.ep_size}, DP {state.dp_size}"),
         ("backend", rank.backend),
     ]
-    for name, shown in zip(info.rank_names, info.ranks, strict=True):
-        if shown.slots is not None:
-            pairs.append((_of("slots", name, info.ranks), _slots(shown.slots)))
-        if shown.lookahead is not None:
-            pairs.append((_of("look-ahead", name, info.ranks), str(shown.lookahead)))
-        if shown.profile is not None:
-            pairs.append((_of("profile", name, info.ranks), _profile(shown.profile)))
-        if shown.link is not None:
-            pairs.append((_of("link", name, info.ranks), "; ".join([shown.link.verdict(), *shown.link.because])))
-        if shown.start:
-            pairs.append((_of("start", name, info.ranks), described(shown.start)))
-        if shown.trace is not None:
-            pairs.append((_of("trace", name, info.ranks), _trace(shown.trace)))
-    return facts(pairs)
+    each = [_rank_facts(found) for found in info.ranks]
+    differing = []
+    for what in dict.fromkeys(what for found in each for what in found):
+        if all(found.get(what) == each[0].get(what) for found in each):
+            pairs.append((what, each[0][what]))
+        else:
+            named = zip(info.rank_names, each, strict=True)
+            differing += [(f"{what}, {name}", found[what]) for name, found in named if what in found]
+    return [facts(pairs), *([folded("What differs between ranks", facts(differing))] if differing else [])]
+
+
+def _rank_facts(rank: RankStatus) -> dict[str, str]:
+    """What is known of one rank, by name."""
+    found = {}
+    if rank.slots is not None:
+        found["slots"] = _slots(rank.slots)
+    if rank.lookahead is not None:
+        found["look-ahead"] = str(rank.lookahead)
+    if rank.profile is not None:
+        found["profile"] = _profile(rank.profile)
+    if rank.link is not None:
+        found["link"] = "; ".join([rank.link.verdict(), *rank.link.because])
+    if rank.start:
+        found["start"] = described(rank.start)
+    if rank.trace is not None:
+        found["trace"] = _trace(rank.trace)
+    return found
+
+
+def _paused(ranks: Sequence[RankStatus]) -> str:
+    return " (paused by an operator)" if any(rank.paused for rank in ranks) else ""
 
 
 def _slots(slots: SlotStatus) -> str:
@@ -161,23 +159,80 @@ def _notes(info: ServerInfo) -> list[Element]:
     return [element("p", note) for note in notes]
 
 
-def _served(rank: RankStatus) -> list[str]:
-    past, experts = rank.history, rank.num_experts
-    return [
-        f"{rank.resident_experts} of {experts}",
-        size(rank.resident_bytes),
-        "not counted" if rank.reclaimable_bytes is None else f"at most {size(rank.reclaimable_bytes)}",
-        size(rank.offloaded_bytes),
-        str(rank.tokens),
-        percent(past.routed_resident[-1] / past.routed[-1]) if past.routed[-1] else "not counted",
-        percent(rank.byte_hit_rate) if rank.byte_hit_rate is not None else "not counted",
-        size(past.zero_copy_bytes[-1]),
-        size(past.streamed_bytes[-1]),
-        "none" if rank.slots is None else size(past.filled_bytes[-1]),
-        str(past.moves[-1]),
-        size(past.moved_bytes[-1]),
-        _link_time(rank),
+def _totals(info: ServerInfo) -> Element:
+    """A row for each figure, a column for each rank."""
+    ranks = info.ranks
+    rows: list[list[Child]] = [
+        [explained(name, meaning) if meaning else name, *map(figure, ranks)] for name, meaning, figure in _figures(ranks)
     ]
+    return table(["", *info.rank_names] if len(ranks) > 1 else [], rows)
+
+
+def _figures(ranks: Sequence[RankStatus]) -> list[tuple[str, str, Callable[[RankStatus], str]]]:
+    """Each figure's name and meaning, and what it is for one rank."""
+    slots = any(rank.slots is not None for rank in ranks)
+    return [
+        ("experts in VRAM", "", lambda rank: f"{rank.resident_experts} of {rank.num_experts}"),
+        ("their bytes", "", lambda rank: size(rank.resident_bytes)),
+        (
+            "reclaimable",
+            "VRAM that the driver keeps for experts that left it, until something needs it.",
+            lambda rank: "not counted" if rank.reclaimable_bytes is None else f"at most {size(rank.reclaimable_bytes)}",
+        ),
+        ("experts in host RAM", "", lambda rank: size(rank.offloaded_bytes)),
+        ("tokens", "", lambda rank: str(rank.tokens)),
+        (
+            "hit rate",
+            "The share of routed tokens, prefill and decode, whose expert was in VRAM, resident or in a slot.",
+            lambda rank: _share(
+                rank.history.routed_resident[-1] / rank.history.routed[-1] if rank.history.routed[-1] else None
+            ),
+        ),
+        (
+            "hit rate of bytes",
+            "The share of the bytes of the experts that steps used in place, each expert once a step, that was in VRAM.",
+            lambda rank: _share(rank.byte_hit_rate),
+        ),
+        (
+            "zero-copy reads",
+            "Bytes of offloaded experts that steps read in place over the link, each expert once a step; a prefill may read "
+            "one more often.",
+            lambda rank: size(rank.history.zero_copy_bytes[-1]),
+        ),
+        (
+            "streamed",
+            "Bytes of offloaded experts that were copied over the link into VRAM for steps with many tokens, each byte once a "
+            "step.",
+            lambda rank: size(rank.history.streamed_bytes[-1]),
+        ),
+        *(
+            [
+                (
+                    "copied into slots",
+                    "Bytes of offloaded experts that steps copied over the link into slots, where later steps read them.",
+                    lambda rank: size(rank.history.filled_bytes[-1]),
+                )
+            ]
+            if slots
+            else []
+        ),
+        (
+            "moves",
+            "Promotions from host RAM to VRAM, of neighbouring blocks together.",
+            lambda rank: str(rank.history.moves[-1]),
+        ),
+        ("moved", "", lambda rank: size(rank.history.moved_bytes[-1])),
+        (
+            "link time, estimated",
+            f"The time of all these bytes {_link_rate(ranks)}.",
+            lambda rank: f"{_link_seconds(rank):.3g} s",
+        ),
+        ("link time a step", "", _link_seconds_a_step),
+    ]
+
+
+def _share(share: float | None) -> str:
+    return "not counted" if share is None else percent(share)
 
 
 def _link_rate(ranks: Sequence[RankStatus]) -> str:
@@ -186,17 +241,22 @@ def _link_rate(ranks: Sequence[RankStatus]) -> str:
     return f"at an assumed {LINK_GBPS:g} GB/s (PCIe 5 x16; PCIe 4 takes about twice as long) where the server measured no rate"
 
 
-def _link_time(rank: RankStatus) -> str:
-    """Since the model was loaded, and on average over steps."""
-    past = rank.history
+LINK_COLUMNS = ("zero_copy_bytes", "streamed_bytes", "filled_bytes", "moved_bytes")
+"""The totals of bytes that crossed the link."""
+
+
+def _link_seconds(rank: RankStatus) -> float:
+    """Since the model was loaded."""
     gbps = LINK_GBPS if rank.link is None else rank.link.measured.together.scattered
-    nbytes = past.zero_copy_bytes[-1] + past.streamed_bytes[-1] + past.filled_bytes[-1] + past.moved_bytes[-1]
-    seconds = nbytes / (gbps * 1e9)
-    each = f", {1e3 * seconds / past.steps[-1]:.3g} ms a step" if past.steps[-1] else ""
-    return f"{seconds:.3g} s{each}"
+    return sum(getattr(rank.history, name)[-1] for name in LINK_COLUMNS) / (gbps * 1e9)
 
 
-def _map(info: ServerInfo) -> Figure:
+def _link_seconds_a_step(rank: RankStatus) -> str:
+    steps = rank.history.steps[-1]
+    return f"{1e3 * _link_seconds(rank) / steps:.3g} ms" if steps else "no steps"
+
+
+def _map(info: ServerInfo) -> Chart:
     """Layers x experts over all shown ranks; fused shared experts come after the routed ones."""
     ranks = info.ranks
     ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
@@ -214,7 +274,8 @@ def _map(info: ServerInfo) -> Figure:
             shared[index, : layer.shared_experts] = SHARED
     cells = np.select([known == 0, resident == known, resident == 0], [NOT_SHOWN, IN_VRAM, IN_HOST], PARTLY)
     title = "Residency of each expert of each layer"
-    return cell_map(title, "expert", "decoder layer", [str(i) for i in ids], np.concatenate([cells, shared], axis=1), KINDS)
+    every = np.concatenate([cells, shared], axis=1)
+    return partial(cell_map, title, "expert", "decoder layer", [str(i) for i in ids], every, KINDS)
 
 
 def _routed_experts(layer: LayerStatus, ep_size: int) -> int:
@@ -233,70 +294,76 @@ KINDS = (
 
 
 def _over_time(ranks: Sequence[tuple[str, RankStatus]]) -> list[Element]:
-    lines = []
-    for name, rank in ranks:
-        past = rank.history
-        lines.append(Line(_of("routed tokens", name, ranks), percents(past.rates("routed_resident", "routed"))))
-        reads = percents(past.rates("activations_resident", "activations"))
-        lines.append(Line(_of("uses in decode steps", name, ranks), reads, dashed=True))
-    note = "Dashed: each decode step reads an offloaded expert once, however many of its tokens use it."
+    """For one rank also by use; for several, that of routed tokens alone."""
+    lines = [Line(name, percents(rank.history.rates("routed_resident", "routed"))) for name, rank in ranks]
+    note = "The share of routed tokens whose expert was in VRAM."
+    if len(ranks) == 1:
+        uses = percents(ranks[0][1].history.rates("activations_resident", "activations"))
+        lines = [replace(lines[0], label="routed tokens"), Line("uses in decode steps", uses)]
+        note = "A decode step uses an expert once, however many of its tokens go there."
     return [picture(_time_chart("Hit rate over time", ranks, PERCENT, lines)), element("p", note)]
 
 
-def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
-    lines = []
-    for name, rank in ranks:
-        lines.append(Line(_of("zero-copy reads", name, ranks), rank.history.rates("zero_copy_bytes", "steps")))
-        lines.append(Line(_of("streamed", name, ranks), rank.history.rates("streamed_bytes", "steps")))
-        if rank.slots is not None:
-            lines.append(Line(_of("into slots", name, ranks), rank.history.rates("filled_bytes", "steps")))
-        lines.append(Line(_of("moved", name, ranks), rank.history.rates("moved_bytes", "steps"), dashed=True))
+def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Chart:
+    """By kind for one rank; in total for each of several."""
+    if len(ranks) == 1:
+        ((_, rank),) = ranks
+        kinds = {"zero-copy reads": "zero_copy_bytes", "streamed": "streamed_bytes"}
+        kinds |= {} if rank.slots is None else {"copied into slots": "filled_bytes"}
+        kinds |= {"moved": "moved_bytes"}
+        lines = [Line(kind, rank.history.rates(column, "steps")) for kind, column in kinds.items()]
+    else:
+        lines = [Line(name, _link_rates(rank)) for name, rank in ranks]
     most = max((y for line in lines for _, y in line.points if y is not None), default=0.0)
     scale, unit = byte_unit(most)
     scaled = [replace(line, points=[(x, None if y is None else y / scale) for x, y in line.points]) for line in lines]
     return _time_chart("Bytes over the link a step", ranks, axis_to(f"{unit} a step", most / scale), scaled)
 
 
-def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Figure:
-    label = "promotions since the start"
-    lines = [
-        Line(_of(label, name, ranks), list(zip(rank.history.seconds, rank.history.moves, strict=True))) for name, rank in ranks
-    ]
+def _link_rates(rank: RankStatus) -> list[tuple[float, float | None]]:
+    """``(seconds, bytes over the link a step)``"""
+    columns = zip(*(rank.history.rates(name, "steps") for name in LINK_COLUMNS), strict=True)
+    return [(points[0][0], None if points[0][1] is None else sum(y for _, y in points if y is not None)) for points in columns]
+
+
+def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Chart:
+    lines = [Line(name, list(zip(rank.history.seconds, rank.history.moves, strict=True))) for name, rank in ranks]
     most = max(rank.history.moves[-1] for _, rank in ranks)
-    return _time_chart("Moves", ranks, axis_to("promotions", most, whole=True), lines)
+    return _time_chart("Moves", ranks, axis_to("moves since the start", most, whole=True), lines)
 
 
-def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, lines: Sequence[Line]) -> Figure:
+def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, lines: Sequence[Line]) -> Chart:
     """Lines whose x is in seconds."""
     end = max(rank.history.seconds[-1] for _, rank in ranks)
     units = ((2 * 86400, 86400.0, "days"), (2 * 3600, 3600.0, "hours"), (120, 60.0, "minutes"))
     scale, unit = next(((scale, unit) for least, scale, unit in units if end >= least), (1.0, "seconds"))
     x = Axis(f"{unit} since the model was loaded", 0, end / scale if end > LEAST else 1)
-    return line_chart(title, x, y, [replace(line, points=[(at / scale, value) for at, value in line.points]) for line in lines])
+    scaled = [replace(line, points=[(at / scale, value) for at, value in line.points]) for line in lines]
+    return partial(line_chart, title, x, y, scaled)
 
 
 def _curve_chart(ranks: Sequence[RankStatus], curve: Curve | None) -> list[Element]:
     if curve is None:
         return [element("p", "No decode step was counted yet.")]
-    grid, now = curve.residents, budget(ranks)
-    served = recent_hit_rate(ranks)
+    grid, now = curve.residents, budget(ranks) + slots_a_layer(ranks)
+    served = decode_hit_rate(ranks)
     lines = [
-        Line("as many in each layer (uniform)", percents(zip(grid, curve.uniform, strict=True))),
-        Line("one ranking of all layers (global)", percents(zip(grid, curve.pooled, strict=True)), dashed=True),
-        Line("the current residents", [(n, 100 * curve.present) for n in grid], dashed=True),
-        Line("served in the latest half of the time", percents((n, served) for n in grid), dashed=True),
+        Line("best fixed, as many in each layer", percents(zip(grid, curve.uniform, strict=True))),
+        Line("best fixed, over all layers", percents(zip(grid, curve.pooled, strict=True))),
+        Line("the current residents", [(n, 100 * curve.present) for n in grid]),
+        Line("served so far", percents((n, served) for n in grid)),
     ]
-    x = Axis("residents a layer on each rank", 0, grid[-1], whole=True)
+    x = Axis("experts a layer in VRAM on each rank", 0, grid[-1], whole=True)
     note = (
-        f"The share of {curve.activations} activations in {curve.decode_steps} decode steps that the best fixed residents "
-        "would have served. They are chosen in hindsight from the same steps, so the curves are upper bounds for a fixed set; "
-        "residents that follow the traffic can lie above them. Shared experts are left out."
+        f"The share of {curve.activations} activations in {curve.decode_steps} decode steps that the best fixed choices would "
+        "have served. They are made in hindsight, from the same steps, so no fixed choice does better; experts in VRAM that "
+        "follow the traffic can. Shared experts are left out."
     )
-    chart = line_chart("Hit rate by budget", x, PERCENT, lines, [(now, f"now: {now:.4g}")])
+    chart = partial(line_chart, "Hit rate by budget", x, PERCENT, lines, [(now, f"now: {now:.4g}")])
     return [picture(chart), element("p", note)]
 
 
-def _layers_chart(ranks: Sequence[RankStatus]) -> Figure:
+def _layers_chart(ranks: Sequence[RankStatus]) -> Chart:
     """Over all shown ranks."""
     total: dict[int, tuple[int, int]] = {}
     for layer in (layer for rank in ranks for layer in rank.layers):
@@ -304,9 +371,4 @@ def _layers_chart(ranks: Sequence[RankStatus]) -> Figure:
         total[layer.layer] = (served + layer.routed_resident, routed + layer.routed)
     ids = sorted(total)
     values = [100 * total[i][0] / total[i][1] if total[i][1] else None for i in ids]
-    return column_chart("Hit rate of each layer", "decoder layer", [str(i) for i in ids], PERCENT, values)
-
-
-def _of(what: str, name: str, ranks: Sequence[object]) -> str:
-    """``what``, with the name of its rank if several are shown."""
-    return what if len(ranks) == 1 else f"{what}, {name}"
+    return partial(column_chart, "Hit rate of each layer", "decoder layer", [str(i) for i in ids], PERCENT, values)

@@ -73,12 +73,29 @@ def budget(ranks: Sequence[RankStatus]) -> float:
     return sum(counts) / len(counts) if counts else 0.0
 
 
-def pooled(ranks: Sequence[RankStatus]) -> bool:
-    """Whether all layers share one budget."""
-    return all(rank.adapt == "continuous" for rank in ranks)
+def slots_a_layer(ranks: Sequence[RankStatus]) -> float:
+    """How many experts a layer fill the VRAM of slots on each rank, on average."""
+    nbytes = sum(rank.slots.nbytes for rank in ranks if rank.slots is not None)
+    return nbytes / max(1, sum(layer.expert_bytes for rank in ranks for layer in rank.layers))
+
+
+def follows(ranks: Sequence[RankStatus]) -> bool:
+    """Whether the experts in VRAM change with the traffic. Layers then share one budget."""
+    return any(rank.adapt == "continuous" for rank in ranks) or slots_serve(ranks)
+
+
+def slots_serve(ranks: Sequence[RankStatus]) -> bool:
+    """Whether slots have served anything: some MoE runners cannot use them."""
+    return any(rank.slots is not None and rank.slots.hits + rank.slots.fills > 0 for rank in ranks)
+
+
+def decode_hit_rate(ranks: Sequence[RankStatus]) -> float | None:
+    """The share of decode activations that were served from VRAM, residents or slots; None without activations."""
+    counted = sum(rank.history.activations[-1] for rank in ranks)
+    return sum(rank.history.activations_resident[-1] for rank in ranks) / counted if counted else None
 
 
 def recent_hit_rate(ranks: Sequence[RankStatus]) -> float | None:
-    """The hit rate of decode activations in the latest half of the time; None without activations."""
+    """``decode_hit_rate`` in the latest half of the time."""
     counted = sum(rank.history.recent_growth("activations") for rank in ranks)
     return sum(rank.history.recent_growth("activations_resident") for rank in ranks) / counted if counted else None

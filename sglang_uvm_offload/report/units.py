@@ -26,9 +26,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def points(share: float) -> str:
-    """The difference of two shares."""
-    return f"{100 * share:.1f} points"
+def change(before: float, after: float) -> float:
+    """The points between two shares as ``percent`` shows them: a reader who subtracts gets the same."""
+    return round(round(100 * after, 1) - round(100 * before, 1), 1)
+
+
+def points(before: float, after: float) -> str:
+    return f"{change(before, after):.1f} points"
 
 
 def percents(shares: Iterable[tuple[float, float | None]]) -> list[tuple[float, float | None]]:

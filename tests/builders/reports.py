@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 import msgspec
-from builders.managers import Rank
+from builders.managers import Rank, config
 
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
+from sglang_uvm_offload.residency.history import Past
 from sglang_uvm_offload.routing.counts import Phase
 
 FAULT = "prefetch of w13 of MoE layer 3 <b>failed</b>"
@@ -20,6 +21,42 @@ def info(*statuses: dict[str, Any], **state: Any) -> ServerInfo:
     state = {"expert_offload_num_resident": "3", "expert_offload_resident_selection": "frequency", **state}
     states = [{"expert_offload": status, **state} for status in statuses]
     return msgspec.json.decode(json.dumps({"internal_states": states, "model_path": "m/a<b>"}), type=ServerInfo)
+
+
+UNIFORM = [0.0, 0.5, 0.7, 0.9, 1.0]
+
+
+def judged(
+    *,
+    present: float = 0.69,
+    served: tuple[float, float] = (0.0, 0.0),
+    uniform: list[float] = UNIFORM,
+    pooled: list[float] | None = None,
+    steps: int = 1000,
+    moved: tuple[int, int] = (0, 0),
+    streamed: tuple[int, int] = (0, 0),
+    ranks: int = 1,
+    state: dict[str, Any] | None = None,
+    **status: Any,
+) -> ServerInfo:
+    """A server with 4 of 8 experts a layer resident and these figures: by default, the best 4 would have reached 70 %.
+    ``served`` (hit rates), ``moved`` and ``streamed`` (bytes) are those of the first and the latest half of the time."""
+    curve = {"decode_steps": steps, "activations": 2000, "present": present, "residents": [0, 2, 4, 6, 8]}
+    curve |= {"uniform": uniform, "global": pooled or uniform}
+    past = msgspec.to_builtins(Past([0.0, 50.0, 100.0], *[[0, 0, 0]] * 11))
+    past |= {"activations": [0, 1000, 2000], "activations_resident": [0, round(1000 * served[0]), round(1000 * sum(served))]}
+    past |= {"routed": [0, 500, 1000], "routed_resident": [0, 250, 500]}
+    past |= {"zero_copy_bytes": [0, 1000, 2000], "moved_bytes": [0, moved[0], sum(moved)], "moves": [0, 1, 2]}
+    past |= {"streamed_bytes": [0, streamed[0], sum(streamed)]}
+    base = Rank(config(num_resident=4)).status() | {"curve": curve, "history": past, "warmup_done": True, "routed": 1000}
+    return info(*[base | status] * ranks, **(state or {}))
+
+
+def slots(experts: int, **fields: int) -> dict[str, Any]:
+    """The slots of a rank of ``judged``: so many a layer."""
+    nbytes = sum(layer["expert_bytes"] for layer in Rank(config()).status()["layers"]) * experts
+    used = {"hits": 6, "fills": 3, "bypasses": 1, "filled_bytes": 9, "brought": 0, **fields}
+    return {"a_layer": experts, "nbytes": nbytes, "missing": None, **used}
 
 
 def words(html: str) -> str:

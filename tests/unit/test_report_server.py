@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -32,6 +33,13 @@ from sglang_uvm_offload.routing.recorder import Recorder
 pytestmark = pytest.mark.sglang
 
 ONE_OF_SEVERAL = "SGLang shows the first rank"
+
+
+def figures_of(*statuses: dict[str, Any], **state: Any) -> dict[str, list[str]]:
+    """The totals: each figure of these ranks by its name."""
+    rows = module._totals(info(*statuses, **state)).iter("tr")
+    cells = [[next(cell.itertext(), "") for cell in row] for row in rows]
+    return {name: figures for name, *figures in cells}
 
 
 def page(*statuses: dict[str, Any], source: str = "s", **state: Any) -> str:
@@ -76,10 +84,10 @@ def test_a_report_shows_what_was_streamed_beside_what_was_read_in_place():
     rank.step([[0, 7]] * 5, phase=Phase.PREFILL, streams=True)
     rank.manager.ledger.add_streamed(1, 80 * PAGE_BYTES)
     status = stepped(rank)
-    said = page(status)
-    assert "zero-copy reads streamed into slots moves moved link time, estimated rank 0" in said
-    assert "0.9 MiB 5.0 MiB none 0 0.0 MiB" in said
-    (axes,) = module._bytes_over_time([("rank 0", info(status).ranks[0])]).axes
+    assert figures_of(status)["zero-copy reads"] == ["0.9 MiB"]
+    assert figures_of(status)["streamed"] == ["5.0 MiB"]
+    assert "copied into slots" not in figures_of(status)
+    (axes,) = module._bytes_over_time([("rank 0", info(status).ranks[0])])().axes
     read, streamed, moved = (line.get_ydata() for line in axes.lines)
     assert streamed.tolist() == pytest.approx([80 * PAGE_BYTES / 2**10 / 6] * 2)
     assert read.tolist() == pytest.approx([15 * PAGE_BYTES / 2**10 / 6] * 2)
@@ -91,10 +99,14 @@ def test_vram_that_experts_left_is_shown_beside_what_is_resident():
     rank.step([[7, 6, 5]] * 4)
     rank.step([[7, 6, 5]])
     status = rank.status()
-    assert "in VRAM reclaimable in host RAM" in page(status)
-    assert "9 of 24 0.6 MiB at most 0.6 MiB 0.9 MiB" in page(status)
+    assert [figures_of(status)[name] for name in ("experts in VRAM", "their bytes", "reclaimable", "experts in host RAM")] == [
+        ["9 of 24"],
+        ["0.6 MiB"],
+        ["at most 0.6 MiB"],
+        ["0.9 MiB"],
+    ]
     del status["reclaimable_bytes"]
-    assert "9 of 24 0.6 MiB not counted 0.9 MiB" in page(status), "statistics of an earlier version are readable"
+    assert figures_of(status)["reclaimable"] == ["not counted"], "statistics of an earlier version are readable"
 
 
 def test_link_time_is_at_the_measured_rate_or_an_assumed_one():
@@ -103,14 +115,15 @@ def test_link_time_is_at_the_measured_rate_or_an_assumed_one():
     assert f"link this machine reads offloaded experts at 0.0 GB/s, 51.7 expected; {reason}" in said
     assert "at the rate that the server measured for scattered reads" in said
     nbytes = 15 * PAGE_BYTES
-    assert f"{nbytes / 0.035e9:.3g} s, {1e3 * nbytes / 0.035e9 / 5:.3g} ms a step" in said
+    assert f"measured for scattered reads when it started. {nbytes / 0.035e9:.3g} s" in said
+    assert f"link time a step {1e3 * nbytes / 0.035e9 / 5:.3g} ms" in said
     status = stepped(Rank(config()))
     past = status["history"]
     for name, total in (("zero_copy_bytes", 50e9), ("streamed_bytes", 4e9), ("moved_bytes", 1e9), ("steps", 100)):
         past[name] = [0] * (len(past[name]) - 1) + [int(total)]
-    said = page(status)
-    assert "1 s, 10 ms a step" in said
-    assert "at an assumed 55 GB/s" in said
+    assert figures_of(status)["link time, estimated"] == ["1 s"]
+    assert figures_of(status)["link time a step"] == ["10 ms"]
+    assert "at an assumed 55 GB/s" in page(status)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +156,8 @@ def test_slots_a_profile_and_a_trace_are_among_the_facts():
     status["profile"] |= {"kept": True}
     status["trace"] |= {"stopped": True}
     said = page(status, status | {"profile": profile | {"hit_rate": 0.7}}, dp_size=2)
-    assert f"slots, DP rank 0 {served}; bias has no rows for them" in said
-    assert "95.0 %: residents kept trace, DP rank 0" in said
-    assert f"{recorded}; recording stopped: see the server's log" in said
-    assert "profile, DP rank 1 hit rate 70.0 %" in said
+    assert f"slots {served}; bias has no rows for them trace {recorded}; recording stopped: see the server's log" in said
+    assert f"What differs between ranks profile, DP rank 0 {tokens}: residents kept profile, DP rank 1 hit rate 70.0 %" in said
 
 
 def test_a_profiles_verdict_and_a_trace_are_read_as_a_rank_tells_of_them():
@@ -169,6 +180,18 @@ def test_what_a_source_says_is_text():
     assert "<script" not in html
     assert "<img" not in html
     assert FAULT in words(html)
+
+
+def test_a_page_fits_a_phone():
+    html = server_report(info(stepped(Rank(config()))), "s")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    body = ElementTree.fromstring(html[html.index("<body>") : html.index("</html>")])
+    pictures = [[svg.get("class") for svg in figure] for figure in body.iter("figure")]
+    assert pictures == [["wide", "narrow"]] * 6
+    scrolling = [table for box in body.iter("div") if box.get("class") == "table" for table in box.iter("table")]
+    assert {table for table in body.iter("table") if table.get("class") != "facts"} == set(scrolling)
+    ids = [node.get("id") for node in body.iter() if node.get("id")]
+    assert len(ids) == len(set(ids)), "a reference would find the picture that is not shown"
 
 
 # The map
@@ -213,9 +236,9 @@ MAPS = {
 @pytest.mark.parametrize("name", MAPS)
 def test_the_map_shows_where_each_expert_is(name):
     statuses, state, expected = MAPS[name]
-    figure = module._map(info(*statuses(), **state))
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["1", "2", "3"]
-    assert cells_of(figure, KINDS).tolist() == [expected] * LAYERS
+    chart = module._map(info(*statuses(), **state))
+    assert [text.get_text() for text in chart().axes[0].get_yticklabels()] == ["1", "2", "3"]
+    assert [cells.tolist() for cells in cells_of(chart, KINDS)] == [[expected] * LAYERS] * 2
 
 
 def test_a_report_says_if_ranks_are_not_shown():
@@ -224,11 +247,29 @@ def test_a_report_says_if_ranks_are_not_shown():
     assert ONE_OF_SEVERAL in page(one, **shown["ep"])
     assert ONE_OF_SEVERAL in page(one, **shown["pp"])
     assert ONE_OF_SEVERAL not in page(one, two, **shown["dp"])
-    said = page(*[stepped(Rank(config()))] * 6, dp_size=6)
-    assert all(f"DP rank {rank} 9 of 24" in said for rank in range(6))
-    assert "first 4 of 6 ranks" in said
-    assert "zero-copy reads, DP rank 3" in said
-    assert "zero-copy reads, DP rank 4" not in said
+
+
+def test_many_ranks_have_a_column_each_and_the_first_ones_a_line():
+    statuses = [stepped(Rank(config()), steps) for steps in range(1, 11)]
+    assert figures_of(*statuses, dp_size=10)["tokens"] == [str(5 + 2 * steps) for steps in range(1, 11)]
+    said = page(*statuses, dp_size=10)
+    assert "Charts over time show the first 8 of 10 ranks." in said
+    assert said.count("DP rank 7") == 1 + 2 * 3, "its column, and in three charts of two widths"
+    assert said.count("DP rank 8") == 1
+    ranks = [(str(index), rank) for index, rank in enumerate(info(*statuses).ranks)]
+    lines = module._bytes_over_time(ranks)().axes[0].lines
+    assert [line.get_ydata()[0] * 2**10 for line in lines] == [
+        pytest.approx(rank.history.zero_copy_bytes[-1] / rank.history.steps[-1]) for _, rank in ranks
+    ]
+
+
+def test_beside_other_ranks_a_rank_has_fewer_samples_of_the_same_totals():
+    status = stepped(Rank(config()))
+    status["history"] = {name: [*range(200)] for name in status["history"]}
+    (rank,) = info(status).ranks
+    assert module._drawn(rank, 1) is rank
+    past = module._drawn(rank, 2).history
+    assert past.seconds == past.moves == [*range(0, 199, 4), 199]
 
 
 def test_experts_that_are_in_vram_in_part_count_by_their_bytes():
@@ -237,7 +278,8 @@ def test_experts_that_are_in_vram_in_part_count_by_their_bytes():
     for ids in ([[0]], [[0]], [[3]], [[3, 3]]):
         rank.step(ids)
     # Of 5 routed tokens two were served whole and three by a third; of 4 activations two and two.
-    assert "60.0 % 66.7 %" in page(rank.status())
+    figures = figures_of(rank.status())
+    assert (figures["hit rate"], figures["hit rate of bytes"]) == (["60.0 %"], ["66.7 %"])
 
 
 def test_hit_rate_by_layer_is_over_all_ranks():
@@ -245,7 +287,7 @@ def test_hit_rate_by_layer_is_over_all_ranks():
     for _ in range(4):
         cold.step([[7, 6]])
         hot.step([[0, 1]])
-    figure = module._layers_chart(info(cold.status(), hot.status()).ranks)
+    figure = module._layers_chart(info(cold.status(), hot.status()).ranks)()
     assert [bar.get_height() for bar in figure.axes[0].patches] == [50, 50, 50]
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["1", "2", "3"]
 
@@ -262,7 +304,7 @@ def test_a_report_of_a_replay_shows_every_policy_in_every_picture():
     said = words(replay_report(replayed(result("lru"), result("belady", hit_rate=0.95), result("adaptive<b>")), "r.json"))
     assert "trace t.npz" in said
     for policy in ("lru", "belady", "adaptive<b>"):
-        assert f"{policy} 50.0 % 1" in said
+        assert f"{policy} {'95.0 %' if policy == 'belady' else '80.0 %'} 2.000 ms" in said
         assert said.count(policy) >= 5
     for shown in ("95.0 %", "0.250", "3.0 MiB", "1.0 MiB", "2.000 ms", "MiB a decode step"):
         assert shown in said
@@ -281,5 +323,5 @@ def test_a_report_of_a_replay_says_what_was_scored_and_assumed():
 @pytest.mark.parametrize(("layers", "joined"), [(12, False), (13, True)])
 def test_few_layers_are_points_and_many_are_lines(layers, joined):
     results = replayed(result("lru", per_layer_hit_rate=[0.5] * layers)).results
-    (line,) = replay_module._layers_chart(results).axes[0].lines
+    (line,) = replay_module._layers_chart(results)().axes[0].lines
     assert (line.get_linestyle() != "None") == joined
