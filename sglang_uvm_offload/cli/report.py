@@ -1,4 +1,4 @@
-"""The ``report`` command: an HTML report on a server's statistics or on a replay."""
+"""The ``report`` command, which writes an HTML report on a server's statistics or on a replay."""
 
 from __future__ import annotations
 

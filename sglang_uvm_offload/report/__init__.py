@@ -1,1 +1,1 @@
-"""Explains a server or a replay to a person: advice, charts, HTML reports."""
+"""HTML reports that explain a server or a replay to a person: a headline, advice, charts."""

@@ -15,18 +15,18 @@ from sglang_uvm_offload.residency.status import RankStatus
 from sglang_uvm_offload.units import size
 
 HIGH = 0.9
-"""From this hit rate on nothing needs to be done."""
+"""At this hit rate or above, nothing needs to be done."""
 NEAR, FAR = 3.0, 10.0
-"""Experts in VRAM are well chosen up to NEAR points below the best fixed set, and badly chosen beyond FAR."""
+"""Experts in VRAM are well chosen if at most NEAR points below the best fixed set, and badly chosen if more than FAR below."""
 WORTH, SAME = 0.05, 0.01
-"""The gain from which a larger budget is worth its VRAM, and the loss up to which a smaller one is as good."""
+"""The least gain that makes a larger budget worth its VRAM, and the largest loss at which a smaller one is as good."""
 LAYERS_DIFFER = 0.02
 MANY_MOVES = 0.25
-"""The share of moves in the bytes that are moved or read in place from which they are mentioned."""
+"""Moves are mentioned if they are at least this share of all bytes that are moved or read in place."""
 
 
 def alerts(info: ServerInfo) -> list[str]:
-    """What is wrong and has to be known first."""
+    """Warnings that the reader must see first: faults, and evicted residents."""
     ranks = list(zip(info.rank_names, info.ranks, strict=True))
     faults = [
         f"Moving experts stopped ({name}): {rank.fault}. Outputs are not affected, but residents no longer change: fix the "
@@ -45,7 +45,7 @@ def alerts(info: ServerInfo) -> list[str]:
 
 
 def advice(info: ServerInfo) -> list[str]:
-    """What would raise the hit rate, or cost less; nothing where it is too early to judge."""
+    """Changes that would raise the hit rate, or save VRAM or moves; none if it is too early to judge."""
     found, curve = comparison(info), info.curve
     if found is None or curve is None:
         return []
@@ -59,7 +59,7 @@ def advice(info: ServerInfo) -> list[str]:
 
 
 def _of_late(info: ServerInfo, found: Comparison) -> list[str]:
-    """The hit rate without what preceded: the warm-up, and earlier traffic."""
+    """The hit rate without the warm-up and earlier traffic, if it differs."""
     recent = recent_hit_rate(info.ranks)
     if recent is None or abs(change(found.hit_rate, recent)) < NEAR:
         return []
@@ -67,7 +67,7 @@ def _of_late(info: ServerInfo, found: Comparison) -> list[str]:
 
 
 def _how_well_chosen(info: ServerInfo, found: Comparison, curve: Curve) -> list[str]:
-    """Judges those that follow the traffic by what they serve of late, if that is better: the warm-up lies behind them."""
+    """Experts that follow the traffic are judged by their recent hit rate if it is better, as it excludes the warm-up."""
     reached = max(found.hit_rate, recent_hit_rate(info.ranks) or 0.0) if found.follows else found.hit_rate
     gain = change(found.best, reached)
     if gain < -FAR:
@@ -86,7 +86,7 @@ def _how_well_chosen(info: ServerInfo, found: Comparison, curve: Curve) -> list[
 
 
 def _remedy(info: ServerInfo) -> str:
-    """Advice where the experts in VRAM are badly chosen."""
+    """Advice for badly chosen experts in VRAM."""
     if follows(info.ranks):
         return f"The traffic changes too fast to follow; more experts in VRAM help more: {_larger(info)}."
     if info.internal_states[0].expert_offload_resident_selection != "frequency" or info.ranks[0].adapt == "off":
@@ -97,14 +97,14 @@ def _remedy(info: ServerInfo) -> str:
 
 
 def _larger(info: ServerInfo) -> str:
-    """The flags that put more experts into VRAM."""
+    """The flags that bring more experts into VRAM."""
     if any(rank.slots is not None for rank in info.ranks):
         return "a larger --expert-offload-slots"
     return "a larger --expert-offload-num-resident, or --expert-offload-slots"
 
 
 def _other_budgets(info: ServerInfo, found: Comparison, curve: Curve) -> list[str]:
-    """Whether an eighth of the experts more is worth its VRAM, and whether an eighth less is as good."""
+    """Whether VRAM for an eighth more of the experts is worth it, and whether an eighth less is as good."""
     now, step, here = found.experts, curve.residents[-1] / 8, found.best
     lines = []
     more = next((n for n in curve.residents if n >= now + step), curve.residents[-1])
@@ -136,7 +136,7 @@ def _layers_differ(ranks: Sequence[RankStatus], curve: Curve) -> list[str]:
 
 
 def _many_moves(ranks: Sequence[RankStatus]) -> list[str]:
-    """Moves are to save reads in place, so they are held against those alone: a step that streams copies as many bytes
+    """Compares moves with reads in place alone, which they are meant to save: a step that streams copies as many bytes
     whichever experts are resident."""
     moved, read = (sum(rank.history.recent_growth(name) for rank in ranks) for name in ("moved_bytes", "zero_copy_bytes"))
     if not moved or moved / (moved + read) < MANY_MOVES:
@@ -150,7 +150,7 @@ def _many_moves(ranks: Sequence[RankStatus]) -> list[str]:
 
 
 def replay_advice(results: Sequence[Replay]) -> list[str]:
-    """Advice from a replay's numbers."""
+    """The best policy that a server offers, and how it compares with the others."""
     offered = [result for result in results if result.policy in OFFERED]
     if not offered:
         return [f"A server offers none of these policies ({', '.join(OFFERED)})."]
@@ -178,16 +178,16 @@ def replay_advice(results: Sequence[Replay]) -> list[str]:
 
 
 def _bytes_an_expert(ranks: Sequence[RankStatus]) -> float:
-    """VRAM on a rank for one more expert in each of its layers."""
+    """The VRAM that one more expert in each of a rank's layers takes."""
     return sum(layer.expert_bytes for rank in ranks for layer in rank.layers) / len(ranks)
 
 
 def _unchanged(info: ServerInfo) -> float:
-    """The experts a layer in VRAM that ``_flag`` leaves as they are: with slots, the residents."""
+    """Experts per layer in VRAM that ``_flag`` does not change: with slots, the residents."""
     return budget(info.ranks) if slots_a_layer(info.ranks) else 0.0
 
 
 def _flag(info: ServerInfo, experts: int) -> str:
-    """The flag with which each rank holds this many experts a layer in VRAM. Flags count over expert-parallel ranks."""
+    """The flag that gives each rank this many experts per layer in VRAM. Flags count experts over all expert-parallel ranks."""
     name = "slots" if slots_a_layer(info.ranks) else "num-resident"
     return f"--expert-offload-{name} {round((experts - _unchanged(info)) * info.internal_states[0].ep_size)}"

@@ -31,12 +31,12 @@ from sglang_uvm_offload.report.html import element
 from sglang_uvm_offload.report.units import Axis
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#332288", "#aa3377", "#661100")
-"""The colours of series, in order: distinguishable for colour-blind readers, and on white."""
+"""The colours of series, in order. Colour-blind readers can tell them apart, and they stand out on white."""
 DASHES = ("-", "--", "-.", (0, (7, 2, 1, 2, 1, 2)))
 """The line styles of series, in order. No two of the first 36 lines share colour and style."""
 MARKERS = "osD^vPX*h"
 DASH = 4
-"""The dash of lines that coincide, in multiples of their width."""
+"""The length of a dash where lines coincide, in multiples of their width."""
 WIDE, NARROW = 880, 360
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 46
 LEGEND_ROW = 22
@@ -44,7 +44,7 @@ LETTER = 7.5
 """The width of an average letter."""
 LONGEST_NAME = 60
 MANY_LINES = 6
-"""From so many lines on, a chart is taller."""
+"""A chart with this many lines or more is taller."""
 GRID, INK = "#dddddd", "#444444"
 
 STYLE: list[str | dict[str, Any]] = [
@@ -66,7 +66,7 @@ STYLE: list[str | dict[str, Any]] = [
         "lines.solid_capstyle": "round",
     },
 ]
-"""Applied over the user's matplotlibrc."""
+"""The style that overrides the user's matplotlibrc."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Line:
     label: str
     points: Sequence[tuple[float, float | None]]
     joined: bool = True
-    """Whether a line joins the points; else each is a marker."""
+    """Whether a line joins the points. If not, each point is a marker."""
 
 
 Chart = partial[Figure]
-"""A chart's function with all its arguments but ``width``."""
+"""A function that draws a chart, with all its arguments except ``width``."""
 
 
 def picture(chart: Chart) -> Element:
@@ -89,7 +89,7 @@ def picture(chart: Chart) -> Element:
 
 
 def _svg(figure: Figure, kind: str) -> Element:
-    """The figure as an SVG element, titled by its label."""
+    """The figure as an SVG element, with its label as the title."""
     file = io.BytesIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     # Ids depend on the salt, and must differ between the pictures of a page.
@@ -186,7 +186,7 @@ def cell_map(
     *,
     width: int = WIDE,
 ) -> Figure:
-    """``cells`` int ``[rows, columns]``: indices of ``kinds`` (names and colours); -1 is left empty."""
+    """A map of ``cells``, int ``[rows, columns]``: indices of ``kinds`` (names and colours), or -1 for an empty cell."""
     rows, columns = cells.shape
     tall = max(min(16.0, max(5.0, 460 / max(rows, 1))), 90 / max(rows, 1))  # below 90 pixels the label has no room
     wide = min(16.0, (width - LEFT - RIGHT) / max(columns, 1))
@@ -244,13 +244,13 @@ def _styles(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 
 def _lone(values: np.ndarray) -> list[int]:
-    """The points without a neighbour, which a line alone would not show."""
+    """The indices of points without a neighbour, which a line alone would not show."""
     there = np.concatenate([[False], ~np.isnan(values), [False]])
     return [int(index) for index in np.flatnonzero(there[1:-1] & ~there[:-2] & ~there[2:])]
 
 
 def _legend(figure: Figure, width: int, handles: Sequence[Artist], labels: Sequence[str], outside: bool = True) -> None:
-    """In the lower left corner, ``outside`` the axes' area."""
+    """Draw the legend in the lower left corner, ``outside`` the axes' area."""
     if labels:
         place: Literal["outside lower left", "lower left"] = "outside lower left" if outside else "lower left"
         names = [_short(label, int((width - 76) / LETTER)) for label in labels]
@@ -258,7 +258,7 @@ def _legend(figure: Figure, width: int, handles: Sequence[Artist], labels: Seque
 
 
 def _legend_shape(labels: Sequence[str], width: int) -> tuple[int, int]:
-    """Columns and rows: as many columns as fit the longest label."""
+    """The legend's columns and rows: as many columns as fit the longest label."""
     if not labels:
         return 0, 0
     longest = max(len(_short(label)) for label in labels)
@@ -267,6 +267,6 @@ def _legend_shape(labels: Sequence[str], width: int) -> tuple[int, int]:
 
 
 def _short(name: str, most: int = LONGEST_NAME) -> str:
-    """``name`` as it can stand in a picture: printable, and of ``most`` letters. Tables show it whole."""
+    """``name`` as a picture shows it: printable, and at most ``most`` letters long. Tables show the whole name."""
     name, most = printable(name), min(most, LONGEST_NAME)
     return name if len(name) <= most else name[: most - 1] + "…"

@@ -16,18 +16,18 @@ class Comparison:
     """The hit rate of decode activations, and that of the best fixed choice over the same steps."""
 
     hit_rate: float
-    """Where VRAM follows the traffic, what was served from it; where residents are fixed, what they would have served."""
+    """If VRAM follows the traffic, the share that it served; if residents are fixed, the share that they would have served."""
     best: float
-    """Chosen in hindsight, so no server could have made this choice."""
+    """This choice is made in hindsight; no server could have made it."""
     experts: float
-    """How many experts a layer each rank holds in VRAM, residents and slots: the best choice is of as many."""
+    """Experts per layer in each rank's VRAM, in residents and slots together. The best fixed choice has as many."""
     follows: bool
     """Whether the experts in VRAM change with the traffic: residents that adapt continuously, or slots."""
     slots: bool
 
     @property
     def gain(self) -> float:
-        """By how many points the hit rate is above the best fixed choice, as the two are shown."""
+        """How many points the hit rate is above the best fixed choice, both rounded as they are shown."""
         return change(self.best, self.hit_rate)
 
     def __str__(self) -> str:
@@ -45,17 +45,17 @@ class Comparison:
 
 
 def comparison(info: ServerInfo) -> Comparison | None:
-    """None where it is too early to judge, or there is nothing to."""
+    """The comparison; None if it is too early to judge, or if there is nothing to judge."""
     return None if _too_early(info) else _compared(info)
 
 
 def headline(info: ServerInfo) -> str:
-    """The comparison in words, or why there is none."""
+    """The comparison in words, or the reason why there is none."""
     return _too_early(info) or str(_compared(info))
 
 
 def _compared(info: ServerInfo) -> Comparison:
-    """``info`` has counted decode steps."""
+    """Requires that decode steps were counted."""
     ranks, curve = info.ranks, info.curve
     assert curve is not None
     experts, moving = budget(ranks) + slots_a_layer(ranks), follows(ranks)

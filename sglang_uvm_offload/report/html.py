@@ -1,4 +1,4 @@
-"""HTML around the charts: headings, tables and lists as a tree of elements, so that no text can become markup."""
+"""HTML around the charts: headings, tables and lists, built as a tree of elements so that no text can become markup."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def element(tag: str, *children: Child, **attributes: str) -> Element:
 
 
 def document(title: str, *body: Element) -> str:
-    """A whole document that loads nothing."""
+    """A complete document that loads nothing."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -82,14 +82,14 @@ def section(title: str, *body: Element) -> Element:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Child]]) -> Element:
-    """A table that scrolls inside itself where the screen is narrower; without ``head``, it has no head."""
+    """A table that scrolls inside itself if the screen is too narrow. An empty ``head`` leaves the header row out."""
     body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     top = [element("tr", *(element("th", cell) for cell in head))] if head else []
     return element("div", element("table", *top, *body), class_="table", tabindex="0")
 
 
 def explained(name: str, meaning: str) -> Element:
-    """A name for a table's cell, with its meaning below."""
+    """A name for a table's cell, with its meaning below it."""
     return element("span", name, element("small", meaning))
 
 
@@ -98,16 +98,16 @@ def items(lines: Sequence[str]) -> Element:
 
 
 def folded(summary: str, *body: Element) -> Element:
-    """A part that the reader opens."""
+    """A part that stays closed until the reader opens it."""
     return element("details", element("summary", summary), *body)
 
 
 def written() -> str:
-    """The date and time of writing."""
+    """The current date and time, which the report shows."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> Element:
-    """A table of names and values."""
+    """A table with a name and a value in each row."""
     rows = [element("tr", element("td", name), element("td", value)) for name, value in pairs]
     return element("table", *rows, class_="facts")

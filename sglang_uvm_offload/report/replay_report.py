@@ -14,11 +14,11 @@ from sglang_uvm_offload.report.units import PERCENT, Axis, axis_to, byte_unit, p
 from sglang_uvm_offload.units import size
 
 FEW_LAYERS = 12
-"""Up to this many layers are drawn as points: a line between two would look like a trend."""
+"""With at most this many layers, each is a point: a line between two would look like a trend."""
 
 
 def replay_report(replay: ReplayResults, source: str) -> str:
-    """The report on a replay: its policies side by side."""
+    """The report on a replay, as HTML."""
     results = replay.results
     headline, *more = replay_advice(results)
     bars = [(result.policy, [result.read_bytes_per_step, result.moved_bytes_per_step]) for result in results]

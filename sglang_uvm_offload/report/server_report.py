@@ -1,7 +1,7 @@
-"""The report on a server: where its experts were served from. Data in, one self-contained HTML text out.
+"""The report on a server: where its experts were served from. It turns data into one self-contained HTML page.
 
-The data come from outside. They are checked when decoded, and their texts become nodes of a tree, so they cannot become
-markup.
+The data come from outside. They are checked when they are decoded, and their texts become nodes of a tree, so they cannot
+become markup.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def server_report(info: ServerInfo, source: str) -> str:
 
 
 def _drawn(rank: RankStatus, ranks: int) -> RankStatus:
-    """The rank with as many samples as can be told apart beside those of other ranks."""
+    """The rank with as few samples as its line needs to be legible beside those of other ranks."""
     if ranks == 1:
         return rank
     step = -(-len(rank.history.seconds) // SAMPLES_OF_SEVERAL)
@@ -92,7 +92,7 @@ def _facts(info: ServerInfo, source: str) -> list[Element]:
 
 
 def _rank_facts(rank: RankStatus) -> dict[str, str]:
-    """What is known of one rank, by name."""
+    """Facts about one rank: its slots, profile, link and so on, by name."""
     found = {}
     if rank.slots is not None:
         found["slots"] = _slots(rank.slots)
@@ -140,7 +140,7 @@ def _trace(trace: TraceStatus) -> str:
 
 
 def _notes(info: ServerInfo) -> list[Element]:
-    """What the figures leave out or only approximate."""
+    """Notes on what the figures leave out or approximate."""
     state, notes = info.internal_states[0], []
     if any(rank.backend == "emulated" for rank in info.ranks):
         notes.append(
@@ -246,7 +246,7 @@ LINK_COLUMNS = ("zero_copy_bytes", "streamed_bytes", "filled_bytes", "moved_byte
 
 
 def _link_seconds(rank: RankStatus) -> float:
-    """Since the model was loaded."""
+    """The link time since the model was loaded."""
     gbps = LINK_GBPS if rank.link is None else rank.link.measured.together.scattered
     return sum(getattr(rank.history, name)[-1] for name in LINK_COLUMNS) / (gbps * 1e9)
 
@@ -257,7 +257,7 @@ def _link_seconds_a_step(rank: RankStatus) -> str:
 
 
 def _map(info: ServerInfo) -> Chart:
-    """Layers x experts over all shown ranks; fused shared experts come after the routed ones."""
+    """Where each layer's experts are, over all ranks; fused shared experts come after the routed ones."""
     ranks = info.ranks
     ids = sorted({layer.layer for rank in ranks for layer in rank.layers})
     index_of = {layer: index for index, layer in enumerate(ids)}
@@ -279,7 +279,7 @@ def _map(info: ServerInfo) -> Chart:
 
 
 def _routed_experts(layer: LayerStatus, ep_size: int) -> int:
-    """Of the whole layer, as far as one rank shows it."""
+    """The routed experts of the whole layer, as far as one rank shows them."""
     return max(max(layer.ids, default=-1) + 1, 0 if layer.expert_ids else layer.experts * ep_size)
 
 
@@ -294,7 +294,7 @@ KINDS = (
 
 
 def _over_time(ranks: Sequence[tuple[str, RankStatus]]) -> list[Element]:
-    """For one rank also by use; for several, that of routed tokens alone."""
+    """A single rank has two lines, by routed tokens and by uses; several ranks have one each, by routed tokens."""
     lines = [Line(name, percents(rank.history.rates("routed_resident", "routed"))) for name, rank in ranks]
     note = "The share of routed tokens whose expert was in VRAM."
     if len(ranks) == 1:
@@ -305,7 +305,7 @@ def _over_time(ranks: Sequence[tuple[str, RankStatus]]) -> list[Element]:
 
 
 def _bytes_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Chart:
-    """By kind for one rank; in total for each of several."""
+    """A single rank has a line for each kind of bytes; several ranks have one each, for all bytes."""
     if len(ranks) == 1:
         ((_, rank),) = ranks
         kinds = {"zero-copy reads": "zero_copy_bytes", "streamed": "streamed_bytes"}
@@ -333,7 +333,7 @@ def _moves_over_time(ranks: Sequence[tuple[str, RankStatus]]) -> Chart:
 
 
 def _time_chart(title: str, ranks: Sequence[tuple[str, RankStatus]], y: Axis, lines: Sequence[Line]) -> Chart:
-    """Lines whose x is in seconds."""
+    """A chart of ``lines``, whose x is in seconds, in the unit that fits the longest."""
     end = max(rank.history.seconds[-1] for _, rank in ranks)
     units = ((2 * 86400, 86400.0, "days"), (2 * 3600, 3600.0, "hours"), (120, 60.0, "minutes"))
     scale, unit = next(((scale, unit) for least, scale, unit in units if end >= least), (1.0, "seconds"))
@@ -364,7 +364,7 @@ def _curve_chart(ranks: Sequence[RankStatus], curve: Curve | None) -> list[Eleme
 
 
 def _layers_chart(ranks: Sequence[RankStatus]) -> Chart:
-    """Over all shown ranks."""
+    """The hit rates over all ranks."""
     total: dict[int, tuple[int, int]] = {}
     for layer in (layer for rank in ranks for layer in rank.layers):
         served, routed = total.get(layer.layer, (0, 0))

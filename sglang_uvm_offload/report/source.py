@@ -1,4 +1,4 @@
-"""A report's input: a server's statistics or a replay's results, as records that are checked when decoded."""
+"""A report's input: a server's statistics or a replay's results, as records that are checked when they are decoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RANKS = 1 << 10
 
 
 class State(Struct, frozen=True):
-    """One of ``internal_states``: SGLang shows the first rank of each data-parallel rank."""
+    """One of ``internal_states``. SGLang shows the first rank of each data-parallel replica."""
 
     expert_offload: RankStatus | None = None
     tp_size: Experts = 1
@@ -32,7 +32,7 @@ class State(Struct, frozen=True):
 
 
 class ServerInfo(Struct, frozen=True):
-    """``/server_info`` of a server that offloads experts."""
+    """The ``/server_info`` of a server that offloads experts."""
 
     internal_states: Annotated[list[State], Meta(max_length=MAX_RANKS)]
     model_path: str = ""
@@ -44,7 +44,7 @@ class ServerInfo(Struct, frozen=True):
 
     @property
     def rank_names(self) -> list[str]:
-        """One for each of ``ranks``."""
+        """The name of each of ``ranks``."""
         return [f"DP rank {index}" for index in range(len(self.ranks))] if len(self.ranks) > 1 else ["rank 0"]
 
     @property
@@ -54,12 +54,12 @@ class ServerInfo(Struct, frozen=True):
 
 
 class ReplayResults(Struct, frozen=True):
-    """What ``replay --json`` prints."""
+    """The output of ``replay --json``."""
 
     trace: str
     results: Annotated[list[Replay], Meta(min_length=1, max_length=100)]
     scored: Scope | None = None
-    """None in what earlier versions printed."""
+    """None in the output of earlier versions."""
 
     def __post_init__(self) -> None:
         if len({(result.residency, result.batch) for result in self.results}) > 1:
@@ -67,25 +67,26 @@ class ReplayResults(Struct, frozen=True):
 
 
 def budget(ranks: Sequence[RankStatus]) -> float:
-    """How many routed experts a layer fill the VRAM of residents on each rank: the mean over layers that can be offloaded."""
+    """The residents per layer on each rank: the number of routed experts that fill their VRAM, on average over the layers that
+    can be offloaded."""
     placed = [layer for rank in ranks for layer in rank.layers if layer.expert_bytes]
     counts = [min(layer.resident_bytes / layer.expert_bytes, layer.experts) for layer in placed]
     return sum(counts) / len(counts) if counts else 0.0
 
 
 def slots_a_layer(ranks: Sequence[RankStatus]) -> float:
-    """How many experts a layer fill the VRAM of slots on each rank, on average."""
+    """The slots per layer on each rank: the number of experts that fill their VRAM, on average."""
     nbytes = sum(rank.slots.nbytes for rank in ranks if rank.slots is not None)
     return nbytes / max(1, sum(layer.expert_bytes for rank in ranks for layer in rank.layers))
 
 
 def follows(ranks: Sequence[RankStatus]) -> bool:
-    """Whether the experts in VRAM change with the traffic. Layers then share one budget."""
+    """Whether the experts in VRAM change with the traffic. If so, all layers share one budget."""
     return any(rank.adapt == "continuous" for rank in ranks) or slots_serve(ranks)
 
 
 def slots_serve(ranks: Sequence[RankStatus]) -> bool:
-    """Whether slots have served anything: some MoE runners cannot use them."""
+    """Whether slots have served any activation. Some MoE runners cannot use them."""
     return any(rank.slots is not None and rank.slots.hits + rank.slots.fills > 0 for rank in ranks)
 
 

@@ -14,12 +14,12 @@ class Axis:
     low: float
     high: float
     whole: bool = False
-    """Whether values between whole numbers make no sense."""
+    """Whether only whole numbers make sense."""
 
 
 PERCENT = Axis("hit rate, %", 0, 100)
 LEAST = 1e-30
-"""An axis to less than this shows nothing."""
+"""An axis that ends below this shows nothing."""
 
 
 def percent(share: float) -> str:
@@ -27,7 +27,7 @@ def percent(share: float) -> str:
 
 
 def change(before: float, after: float) -> float:
-    """The points between two shares as ``percent`` shows them: a reader who subtracts gets the same."""
+    """The difference in points between two shares, rounded as ``percent`` rounds them: a reader who subtracts gets the same."""
     return round(round(100 * after, 1) - round(100 * before, 1), 1)
 
 
@@ -51,6 +51,6 @@ def byte_unit(most: float) -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit that gives at least 2."""
+    """``seconds`` in the largest unit of which there are at least 2."""
     units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
     return next((f"{seconds / each:.1f} {unit}" for each, unit in units if seconds >= 2 * each), f"{seconds:.0f} seconds")
