@@ -12,7 +12,7 @@ from sglang_uvm_offload.routing.counts import ACTIVATIONS, ROUTED, IdFormat, Pen
 
 @dataclass(frozen=True)
 class ReadyCounts:
-    """``PendingCounts`` that have arrived."""
+    """``PendingCounts`` that have already arrived."""
 
     counts: RoutingCounts
 
@@ -35,14 +35,14 @@ class CpuRoutingCounters:
         self._valid_rows, self._phase = 0, Phase.PREFILL
 
     def slot_counts(self) -> np.ndarray:
-        """int64 ``[layers, 2, 4, experts]``, for ``CpuSlots`` to add to; read as ``RoutingCounts.slots``."""
+        """int64 ``[layers, 2, 4, experts]``, to which ``CpuSlots`` adds. ``RoutingCounts.slots`` is a copy of it."""
         if self._slots is None:
             self._slots = np.zeros((self.num_layers, 2, 4, self.num_experts), dtype=np.int64)
         return self._slots
 
     @property
     def step(self) -> tuple[int, Phase]:
-        """The valid rows and the phase of the step at hand."""
+        """The current step's valid rows and phase."""
         return self._valid_rows, self._phase
 
     def begin_step(self, valid_rows: int, phase: Phase) -> None:

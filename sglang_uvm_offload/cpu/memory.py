@@ -28,17 +28,17 @@ from sglang_uvm_offload.memory.layout import (
 from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError, ManagedRange, MemoryInfo, Span
 
 _MAP_NORESERVE = 0x4000
-"""Of Linux's ``asm-generic/mman-common.h``; Python 3.11 does not name it."""
+"""From Linux's ``asm-generic/mman-common.h``; Python 3.11 has no name for it."""
 
 UNSET, HOST, DEVICE = 0, 1, 2
 CODE = {Location.HOST: HOST, Location.DEVICE: DEVICE}
 
 
 class _Bytes(np.ndarray):
-    """The bytes of a range, which its tensors hold and a weak reference can watch."""
+    """A range's bytes. Its tensors hold them, and a weak reference can watch them."""
 
     whole: np.ndarray | None
-    """Of the allocation that the range is part of."""
+    """The bytes of the allocation that the range is part of."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class _Live:
     placed: np.ndarray
     held: Callable[[], _Bytes | None]
     whole: ManagedRange | None = None
-    """The allocation that it is part of."""
+    """The allocation that the range is part of; None if it is one itself."""
 
 
 class EmulatedMemory:
@@ -120,7 +120,7 @@ class EmulatedMemory:
         self.place(managed, spans, Location.HOST)
 
     def wait_until_populated(self, address: int | None = None) -> None:
-        """Nothing is ever on its way."""
+        """Nothing to do: pages are populated at once."""
 
     def in_vram(self, blocks: Sequence[tuple[ManagedRange, int]]) -> np.ndarray | None:
         found = []

@@ -1,4 +1,4 @@
-"""``memory.slots.ExpertSlots`` for a model that computes on the CPU: the policy itself, and copies at once."""
+"""``memory.slots.ExpertSlots`` for a model that computes on the CPU. It runs the policy itself, and copies at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from sglang_uvm_offload.routing.counts import SLOT_BROUGHT, SLOT_FILLS, SLOT_HIT
 
 
 class CpuSlots:
-    """``layers``: None for a layer without slots. ``slots``: of each pool. ``ahead``: whether to look ahead, which copies
-    whole experts."""
+    """``layers`` has None for each layer without slots, ``slots`` the number of slots of each pool. ``ahead``: whether to look
+    ahead, which copies whole experts."""
 
     aligns = False
 
@@ -50,15 +50,15 @@ class CpuSlots:
             for pool, (count, kept) in enumerate(zip(slots, self._kept, strict=True))
         ]
         self._came_ahead: dict[int, list[tuple[int, int]]] = {}
-        """Of a layer that is to be resolved, the experts that came ahead in this step, and the slots where they are."""
+        """For each layer that is not yet resolved: the experts that were copied ahead in this step, and their slots."""
         self._resolved = np.zeros(len(layers), dtype=np.int64)
-        """The step for which each layer was resolved last."""
+        """The step in which each layer was last resolved."""
         self._gain = Gain(0, 0, 0)
         self.policy = SlotPolicy(present, pools)
         self._requests: Requests = ()
         self._brings = False
         self._came = np.zeros(present.shape, dtype=bool)
-        """Whether an expert was brought for the last step for which any were."""
+        """Whether each expert was brought for the last step for which any experts were."""
 
     def begin_step(self, requests: Requests | None = None, *, brings: bool = False) -> None:
         self.policy.begin_step()
@@ -113,18 +113,19 @@ class CpuSlots:
         self._copy(mine, self._came_ahead[layer])
 
     def end_layer(self, layer: int) -> None:
-        """Everything has been copied."""
+        """Nothing to do: everything is already copied."""
 
     def gain(self) -> Gain | None:
         return self._gain if any(self._kept) else None
 
     def _offloaded(self, layer: int) -> np.ndarray:
-        """``bool[experts]``: what is in no slot, and offloaded."""
+        """``bool[experts]``: the offloaded experts that are in no slot."""
         missing: np.ndarray = self.policy.present[layer] & (self._share[layer] > 0) & (self.policy.slot_of[layer] == EMPTY)
         return missing
 
     def _use_ahead(self, layer: int, missed: np.ndarray, fills: int) -> np.ndarray:
-        """The slot that each expert is computed from. ``missed`` in this step, before its ``fills``."""
+        """The slot from which each expert is computed. ``missed``: the experts that were in no slot before this step's
+        ``fills``."""
         slot_of = self.policy.slot_of[layer].copy()
         self._resolved[layer] = self.policy.now
         misses, brought, right = self._gain
@@ -149,7 +150,7 @@ class CpuSlots:
             self._fill(mine, fills, self._counters.slot_counts()[layer, int(phase), SLOT_BROUGHT])
 
     def await_brought(self) -> None:
-        """Everything has come."""
+        """Nothing to do: everything is already here."""
 
     def _resolve_prefill(self, layer: int, ids: torch.Tensor, read: np.ndarray, again: np.ndarray) -> Resolved:
         mine, rows = self._layers[layer], slice(layer, layer + 1)

@@ -1,4 +1,4 @@
-"""``Staging`` for a model that computes on the CPU: a copy is over when the call returns."""
+"""``Staging`` for a model that computes on the CPU. A copy is complete when the call returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CpuStaging:
         return True
 
     def begin_step(self) -> None:
-        """All that was launched is over."""
+        """Nothing to do: no copy is in flight."""
 
     def copy(self, buffer: int, parts: Sequence[Part], in_vram: Sequence[np.ndarray] = ()) -> None:
         for part in parts:
@@ -30,7 +30,7 @@ class CpuStaging:
             target.copy_(self._memory.tensor(part.managed)[: part.nbytes])
 
     def acquire(self, buffer: int) -> None:
-        """The copy is over."""
+        """Nothing to do: the copy is complete."""
 
     def release(self, buffer: int) -> None:
-        """The reader is over."""
+        """Nothing to do: the reader has finished."""

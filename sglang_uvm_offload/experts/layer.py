@@ -19,10 +19,10 @@ from sglang_uvm_offload.memory.protocol import ManagedMemoryError, Memory, Span
 from sglang_uvm_offload.units import size
 
 ChooseExtents = Callable[[ExpertLayout], np.ndarray]
-"""A tensor's layout -> ``bool[extents]``, those to place in VRAM at load."""
+"""A tensor's layout -> ``bool[extents]``, the extents to place in VRAM at load."""
 
 PoolOf = Callable[[tuple[int, ...]], "ExpertPool | str"]
-"""The bytes of an expert in each of a layer's tensors, ascending -> the pool of such layers, or why there is none."""
+"""The bytes of an expert in each of a layer's tensors, ascending -> the pool of such layers, or why they have none."""
 
 MAX_SHRINK_FACTOR = 8
 """How far post-load processing may shrink a layer's bytes: 16 bits may become 4, with scales. If 4-bit weights moved elsewhere,
@@ -30,8 +30,8 @@ the remaining scales are a ninth."""
 
 
 def check_host_ram(memory: Memory, call: str, name: str, needed: int) -> None:
-    """Raise ``ManagedMemoryError`` if ``call`` needs ``needed`` bytes of host RAM and they are not free: the kernel would kill
-    some process to get them."""
+    """Raise ``ManagedMemoryError`` if ``call`` needs more host RAM (``needed`` bytes) than is free: the kernel would kill some
+    process to get it."""
     if not needed:
         return
     room = _host_room(memory, needed)
@@ -57,20 +57,22 @@ class ExpertsLost(RuntimeError):
 
 
 class ExpertLayer:
-    """Fused shared experts are always resident: every token uses them. Local expert 0 is the layer's place ``first_expert``."""
+    """One rank's experts of a MoE layer. Fused shared experts are always resident, because every token uses them. Local expert
+    0 is at the layer's place ``first_expert``."""
 
     def __init__(self, memory: Memory, shard: LayerShard, index: int = 0):
-        """The tensors are address space until ``place``. ``index``: among the model's MoE layers on this rank."""
+        """The tensors are address space until ``place``. ``index``: the layer's number among the model's MoE layers on this
+        rank."""
         self.memory = memory
         self.shard = shard
         self.index = index
         self.num_experts = num_experts = shard.num_experts
         self.num_slots = 0
-        """The layer's part of the slots that it shares; 0: it uses none."""
+        """The layer's part of the shared slots; 0 if it uses none."""
         self.pool: ExpertPool | None = None
-        """Where all expert tensors have their homes; None if they have none."""
+        """The pool in which all expert tensors have their homes; None if they have none."""
         self.without_pool: str | None = None
-        """Why the layer can use no slots, although it is to have some."""
+        """Why the layer cannot use the slots that it was to have; None if it can."""
         self.first_expert = shard.places.start
         self.location = shard.located()
         """Replaced when SGLang rearranges experts."""
@@ -94,11 +96,11 @@ class ExpertLayer:
         weight update that writes into the tensors without post-load processing does not change it."""
         self._pool_of: PoolOf | None = None
         self._pools: list[ExpertPool] = []
-        """Those in which it has, or had, homes."""
+        """The pools in which the layer has, or had, homes."""
         self._small: list[ExpertTensor] = []
         """Tensors in the pool with experts too small to place."""
         self.group = 1
-        """Of how many experts each group of residents is; 1: there are none."""
+        """The number of experts in each group of residents; 1 if residents are chosen one by one."""
         self._synced_bytes = 0
         """Bytes of all expert tensors at the last ``sync_tensors``."""
 
@@ -172,17 +174,18 @@ class ExpertLayer:
             tensor.written = True
 
     def storage_written(self, storage: torch.UntypedStorage) -> None:
-        """As above, to the one that has the storage, if any has."""
+        """Anything may have been written to the tensor with this storage, if there is one, before it is placed."""
         mine = self._of(storage)
         if mine is not None:
             mine.written = True
 
     def join_pool(self, pool_of: PoolOf) -> None:
-        """From the next ``sync_tensors`` on, tensors move to their homes in a pool."""
+        """Move tensors to their homes in a pool, from the next ``sync_tensors`` on."""
         self._pool_of = pool_of
 
     def replace(self, choose: ChooseExtents, num_slots: int) -> np.ndarray:
-        """Another choice for the placed tensors, and for new ones: ``bool[extents]``, to be moved to."""
+        """Choose again, for the placed tensors and for new ones. Returns the extents that are to be resident,
+        ``bool[extents]``."""
         self._choose, self.num_slots = choose, num_slots
         return np.concatenate([np.zeros(0, dtype=bool), *(self._chosen(tensor.layout) for tensor in self.tensors)])
 
@@ -228,7 +231,7 @@ class ExpertLayer:
         return expert_storages(self.holders, self.num_experts)
 
     def _move_into_managed(self) -> None:
-        """What code has allocated in another way, if it can be placed."""
+        """Move tensors that other code allocated into managed memory, if they can be placed."""
         for found in self._storages():
             nbytes = found.expert_bytes(self.num_experts)
             if nbytes is None or self._of(found.storage) is not None:
@@ -238,7 +241,7 @@ class ExpertLayer:
                 found.move(flat)
 
     def _move_into_pool(self) -> None:
-        """Each storage to its home. All of a layer are at home, or it uses no slots."""
+        """Move each storage to its home. Unless all of them are there, the layer uses no slots."""
         self.pool, self.without_pool = None, None
         joined = self._move_home_together()
         if isinstance(joined, str):
@@ -276,7 +279,8 @@ class ExpertLayer:
         return pool
 
     def _move_home(self, found: HeldStorage, mine: ExpertTensor | None, home: ExpertTensor) -> bool:
-        """Whether nothing else refers to the tensor that was there: what does would not follow, so then it stays."""
+        """Move a storage home. Returns False, and leaves it, if something else refers to its tensor, because that would not
+        follow."""
         flat = home.bytes()
         copy = mine is None or mine.placed or mine.written
         if copy:
@@ -295,7 +299,7 @@ class ExpertLayer:
         return True
 
     def _place_home(self, home: ExpertTensor, mine: ExpertTensor | None) -> None:
-        """``mine``: what moves there, if it is managed."""
+        """Place ``home``. ``mine``: the tensor that moves there, if it is managed."""
         if not home.placed:
             self._place(home, mine.resident if mine is not None and mine.placed else self._initial(home.layout))
 
@@ -306,7 +310,7 @@ class ExpertLayer:
         return [(home.address, home.layout.expert_bytes) for home in homes]
 
     def rows_from(self, address: int) -> torch.Tensor:
-        """``uint8[pool.num_rows, bytes]``: of the tensor in the pool that begins at an address, with all slots."""
+        """``uint8[pool.num_rows, bytes]``: the rows of the pool's tensor that begins at ``address``, with all slots."""
         assert self.pool is not None
         return self.pool.rows_from(next(home for home in (*self.tensors, *self._small) if home.address == address))
 
@@ -318,7 +322,7 @@ class ExpertLayer:
         self._note_residency()
 
     def _note_residency(self) -> None:
-        """Computed on the thread that moves experts, so that the thread that launches steps does not have to."""
+        """Runs on the thread that moves experts, so that the thread that launches steps does not have to compute this."""
         none = np.zeros(self.num_experts, dtype=np.int64)
         self.offloaded_bytes_by_expert = sum((tensor.offloaded_bytes for tensor in self.tensors), start=none)
         self.blocks_in_vram = tuple(tensor.layout.block_mask(tensor.resident) for tensor in self.tensors)
@@ -330,7 +334,7 @@ class ExpertLayer:
         return np.concatenate([np.zeros(0, dtype=bool), *(tensor.resident for tensor in self.tensors)])
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
-        """Host RAM that ``demote`` takes."""
+        """The bytes of host RAM that ``demote`` takes."""
         return sum(tensor.host_bytes_to_demote(part) for tensor, part in self._by_tensor(after))
 
     def demote(self, after: np.ndarray) -> int:
@@ -348,8 +352,8 @@ class ExpertLayer:
             self._note_residency()
 
     def reread_residency(self) -> None:
-        """After a fault, look which extents are in VRAM that count as offloaded: so far all that the failed call was moving
-        do. Without an answer they go on to count so. Waits for reads. Raises ``ManagedMemoryError``."""
+        """After a fault, find out which offloaded extents are in VRAM: until now, all that the failed call was moving count as
+        offloaded. If memory cannot tell, they still do. Waits for reads. Raises ``ManagedMemoryError``."""
         offsets = [tensor.layout.blocks(~tensor.resident) for tensor in self.tensors]
         of_tensor = zip(self.tensors, offsets, strict=True)
         found = self.memory.in_vram([(tensor.managed, int(offset)) for tensor, each in of_tensor for offset in each])
@@ -380,21 +384,21 @@ class ExpertLayer:
 
     @property
     def resident_bytes(self) -> int:
-        """VRAM that managed experts take, in whole blocks."""
+        """The bytes of VRAM that managed experts take, in whole blocks."""
         return sum(tensor.resident_bytes for tensor in self.tensors)
 
     @property
     def reclaimable_bytes(self) -> int:
-        """VRAM, at most, that the driver keeps for what left it, in whole blocks."""
+        """The most VRAM, in whole blocks, that the driver keeps for extents that left it."""
         return sum(tensor.reclaimable_bytes for tensor in self.tensors)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Host RAM that managed experts take."""
+        """The bytes of host RAM that managed experts take."""
         return int(self.offloaded_bytes_by_expert.sum())
 
     def _of(self, storage: torch.UntypedStorage) -> ExpertTensor | None:
-        """The layer's own tensor that has the storage."""
+        """The layer's own tensor with this storage; None if it has none."""
         address = storage.data_ptr()
         return next((mine for mine in self._live_tensors() + self._live_small() if mine.address == address), None)
 

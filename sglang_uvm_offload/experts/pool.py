@@ -23,17 +23,17 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedRange, Memory, S
 @dataclass(eq=False)
 class _Kind:
     layout: ExpertLayout
-    """Of one layer."""
+    """The layout of one layer's tensor."""
     whole: ManagedRange
     kept: torch.Tensor
-    """Over the whole range, which lives as long as this."""
+    """A tensor over the whole range, which keeps the range alive."""
     homes: dict[int, ExpertTensor] = field(default_factory=dict)
-    """By layer. What is placed there stays so, whether a tensor holds it or not."""
+    """Each layer's home. What is placed there stays placed, whether a tensor holds it or not."""
 
 
 class ExpertPool:
-    """``expert_bytes``: of each kind. ``group``: of so many experts residents are chosen. Slots take no memory until
-    ``place_slots``."""
+    """``expert_bytes`` has the bytes of an expert of each kind. ``group``: residents are chosen by groups of this many experts.
+    Slots take no memory until ``place_slots``."""
 
     def __init__(
         self, memory: Memory, num_layers: int, num_experts: int, expert_bytes: Sequence[int], most_slots: int, group: int = 1
@@ -55,8 +55,8 @@ class ExpertPool:
 
     @property
     def num_rows(self) -> int:
-        """Of a layer's tensor, with all slots: from each layer on as many, of which the last ones may be nothing's. DeepGEMM
-        compiles a kernel for each number."""
+        """The rows of a layer's tensor with all slots. Every layer has the same number, because DeepGEMM compiles a kernel for
+        each number; the last ones may belong to nothing."""
         return self.num_layers * self.pitch + self.num_slots
 
     def first_slot(self, layer: int) -> int:
@@ -64,8 +64,8 @@ class ExpertPool:
         return (self.num_layers - layer) * self.pitch
 
     def vacant_home(self, layer: int, expert_bytes: int) -> ExpertTensor | None:
-        """A home of the layer for a tensor with experts of as many bytes that nothing lies in; None if there is none. Its
-        extents are where they were when the last tensor left it, or not placed."""
+        """The layer's free home for a tensor with experts of ``expert_bytes``; None if there is none. Its extents are where the
+        last tensor left them, or not placed."""
         for kind in self._kinds:
             if kind.layout.expert_bytes == expert_bytes and (home := self._vacant(kind, layer)) is not None:
                 return home
@@ -75,7 +75,7 @@ class ExpertPool:
         return any(tensor in kind.homes.values() for kind in self._kinds)
 
     def leave(self, layer: int) -> None:
-        """Homes of the layer that nothing lies in take no VRAM from now on. Experts too small to be placed stay there."""
+        """Take the VRAM away from the layer's free homes. Experts too small to be placed stay there."""
         for kind in self._kinds:
             home = kind.homes.get(layer)
             if home is not None and kind.layout.placeable and not self.memory.holds(home.managed):
@@ -107,7 +107,7 @@ class ExpertPool:
         return Span(layer * self.pitch * kind.layout.expert_bytes, kind.layout.nbytes)
 
     def rows_from(self, home: ExpertTensor) -> torch.Tensor:
-        """``uint8[num_rows, bytes]``: the experts of a layer's tensor, and all rows behind them."""
+        """``uint8[num_rows, bytes]``: a layer's experts in its tensor, and all rows after them."""
         kind = self._kind_of(home)
         begin = home.address - kind.whole.address
         span = Span(begin, self.num_rows * kind.layout.expert_bytes)
@@ -115,7 +115,7 @@ class ExpertPool:
         return self.memory.tensor(rows).view(-1, kind.layout.expert_bytes)
 
     def place_slots(self, number: int) -> None:
-        """Have so many slots, in VRAM and zeroed. Once, and after that where ``move_slots`` says. Raises
+        """Make ``number`` slots, zeroed and in VRAM; ``move_slots`` moves them from then on. Call this once. Raises
         ``ManagedMemoryError``."""
         assert 0 < number <= self.most_slots, (number, self.most_slots)
         assert not self.num_slots
@@ -133,7 +133,7 @@ class ExpertPool:
 
     @property
     def slot_bytes(self) -> int:
-        """VRAM that the slots take."""
+        """The bytes of VRAM that the slots take."""
         spans = [self._in_blocks(kind, self._slots(kind)) for kind in self._kinds] if self.num_slots else []
         return sum(span.nbytes for span in spans)
 

@@ -42,7 +42,7 @@ _WRITES: dict[Any, Callable[[torch.Tensor, Any], object]] = {
 """What an allocation writes into the new tensor, given its own arguments."""
 
 Write = Callable[[torch.Tensor, Callable[[], object], bool], None]
-"""(tensor from ``Allocate``, what writes its first values, whether these are zeros)."""
+"""(tensor from ``Allocate``, a function that writes its first values, whether these are zeros)."""
 
 
 def write_now(flat: torch.Tensor, write: Callable[[], object], zeros: bool) -> None:
@@ -171,14 +171,14 @@ class HeldStorage:
         return self.held[0].tensor.device
 
     def expert_bytes(self, num_experts: int) -> int | None:
-        """If the storage has a run of so many bytes for each expert and nothing else; None if it has not."""
+        """The bytes of each expert, if the storage holds one run of them per expert and nothing else; otherwise None."""
         experts = [held.tensor for held in self.held if _of_experts(held.tensor, num_experts)]
         nbytes = experts[0].stride(0) * experts[0].element_size()
         whole = self.storage.nbytes() == num_experts * nbytes
         return nbytes if whole and all(one_run_an_expert(tensor, nbytes) for tensor in experts) else None
 
     def move(self, flat: torch.Tensor, copy: bool = True) -> None:
-        """Make ``flat`` (uint8) the storage of the tensors, with the same bytes if they are to ``copy``. Shapes, strides and
+        """Make ``flat`` (uint8) the storage of the tensors, and ``copy`` their bytes into it if asked. Shapes, strides and
         parameter objects stay."""
         if copy:
             flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(self.storage))
@@ -188,7 +188,7 @@ class HeldStorage:
 
 
 def expert_storages(holders: Sequence[object], num_experts: int) -> list[HeldStorage]:
-    """The storages of tensors ``[num_experts, ...]`` that have bytes."""
+    """The storages, if not empty, of tensors ``[num_experts, ...]``."""
     by_address: dict[int, list[HeldTensor]] = {}
     for held in held_tensors(holders):
         if held.tensor.device.type != "meta" and held.tensor.numel():

@@ -19,7 +19,7 @@ class ExpertTensor:
     """
 
     def __init__(self, memory: Memory, layout: ExpertLayout, managed: ManagedRange):
-        """``managed``: of ``layout.nbytes``."""
+        """``managed`` has ``layout.nbytes`` bytes."""
         self.memory = memory
         self.layout = layout
         self.managed = managed
@@ -36,11 +36,11 @@ class ExpertTensor:
 
     @classmethod
     def allocated(cls, memory: Memory, name: str, layout: ExpertLayout) -> ExpertTensor:
-        """In a range of its own."""
+        """A tensor in a managed range of its own."""
         return cls(memory, layout, memory.allocate(layout.nbytes, name))
 
     def regroup(self, layout: ExpertLayout) -> None:
-        """Have other extents, before it is placed."""
+        """Change the extents, before the tensor is placed."""
         assert not self.placed
         self.layout = layout
         self.resident = np.zeros(layout.num_extents, dtype=bool)
@@ -55,8 +55,8 @@ class ExpertTensor:
         return self.memory.tensor(self.managed)
 
     def write(self, write: Callable[[], object], zeros: bool) -> None:
-        """Write first values, unless they are the zeros that new pages are. Others are written at once, also to a tensor that
-        is not placed: written later they would replace what came after them."""
+        """Write the first values, unless they are zeros, which new pages hold already. Others are written at once, even to a
+        tensor that is not placed: if they were written later, they would overwrite what followed them."""
         if self.placed or not zeros:
             self.written = True
             write()
@@ -81,7 +81,7 @@ class ExpertTensor:
         return self._bring(after & ~self.resident, Location.DEVICE)
 
     def host_bytes_to_demote(self, after: np.ndarray) -> int:
-        """Host RAM that ``demote`` takes. An extent keeps its host pages when it moves back to VRAM."""
+        """The bytes of host RAM that ``demote`` takes. An extent keeps its host pages when it moves back to VRAM."""
         return self.layout.taken_by(self.resident & ~after & ~self._has_host_room)
 
     def reread(self, in_vram: np.ndarray) -> None:
@@ -93,17 +93,17 @@ class ExpertTensor:
 
     @property
     def offloaded_bytes(self) -> np.ndarray:
-        """``int64[num_experts]``: the bytes of each expert in host RAM."""
+        """``int64[num_experts]``: each expert's bytes in host RAM."""
         return self.layout.bytes_in(~self.resident)
 
     @property
     def resident_bytes(self) -> int:
-        """VRAM that resident extents take here, in whole blocks."""
+        """The bytes of VRAM that resident extents take, in whole blocks."""
         return self.layout.taken_by(self.resident)
 
     @property
     def reclaimable_bytes(self) -> int:
-        """At most so much VRAM does the driver keep for extents that left it, in whole blocks: ``RankStatus`` has more."""
+        """The most VRAM, in whole blocks, that the driver keeps for extents that left it. ``RankStatus`` explains it."""
         return self.layout.taken_by(self._was_in_vram & ~self.resident)
 
     def offloaded_blocks(self) -> np.ndarray:

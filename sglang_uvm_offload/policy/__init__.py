@@ -1,1 +1,1 @@
-"""Which experts should be resident: pure functions of arrays, over numpy alone."""
+"""Decides which experts should be resident. Pure functions of arrays that need numpy alone."""

@@ -1,4 +1,4 @@
-"""Which experts should be resident. Pure: arrays and state in, moves out; no clock, no device, no log.
+"""Decides which experts should be resident. Pure: arrays and state in, moves out; no clock, no device, no log.
 
 Counts are ``[layers, experts]``, residency is ``bool[extents]`` (``policy/extents``). Results depend only on the arguments, so
 ranks with the same counts make the same decision.
@@ -18,7 +18,7 @@ from sglang_uvm_offload.policy.forecast import TUNING, Forecast, Tuning
 from sglang_uvm_offload.policy.ranking import within_floor
 
 SEED_STEPS = 256.0
-"""The weight of a profile in decode steps, however many it counted. Live traffic outweighs it after about that many."""
+"""The weight of a profile, in decode steps, however many steps it counted. Live traffic outweighs it after about as many."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Moves:
 
 
 class AdaptivePolicy:
-    """Follows the traffic: promotes extents if the reads that they should save outweigh the cost of the move.
+    """Follows the traffic: promotes extents whose expected savings in reads outweigh the cost of the move.
 
-    ``observe`` takes the counts since the last call. ``decide`` returns the moves to make now. It compares forecast activations
-    over the time in which an average expert is activated ``horizon_activations`` times.
+    ``observe`` takes the counts since the last call. ``decide`` returns the moves to make now. It compares the activations that
+    it forecasts for the time in which an average expert is activated ``horizon_activations`` times.
     """
 
     def __init__(self, budget: Budget, candidate: np.ndarray, tuning: Tuning = TUNING):
@@ -43,13 +43,14 @@ class AdaptivePolicy:
         self._forecast = Forecast(candidate, tuning)
 
     def seed(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray) -> None:
-        """Observe the counts of an earlier run first. They weigh at most ``SEED_STEPS`` decode steps."""
+        """Start from the counts of an earlier run, which weigh at most ``SEED_STEPS`` decode steps."""
         weight = min(1.0, SEED_STEPS / steps) if steps > 0 else 1.0
         self.observe(activations * weight, steps * weight, prefill_routed)
 
     def observe(self, activations: np.ndarray, steps: float, prefill_routed: np.ndarray | None = None) -> None:
-        """Take the counts since the last call: the ``activations`` of each expert in ``steps`` decode steps, and the prefill
-        tokens routed to it. Without either, nothing changes: idle time does not decay the counts."""
+        """Take the counts since the last call: each expert's ``activations`` in ``steps`` decode steps, and the prefill tokens
+        routed to it. Without either, nothing changes: idle time does not decay the counts. Raises ``ValueError`` if the shape
+        is wrong."""
         if activations.shape != self.budget.extents.shape:
             raise ValueError(f"activations {activations.shape} are not {self.budget.extents.shape}")
         if prefill_routed is not None and prefill_routed.any():
@@ -58,7 +59,7 @@ class AdaptivePolicy:
             self._forecast.observe(activations, steps)
 
     def decide(self, resident: np.ndarray, max_bytes: float = np.inf) -> Moves:
-        """The moves to make, given that the extents ``resident`` are in VRAM. Promotes at most ``max_bytes``, best first."""
+        """The moves to make if the extents ``resident`` are in VRAM. Promotes at most ``max_bytes``, the best extents first."""
         resident = resident & self.budget.movable
         saved = self.budget.extents.density(self._forecast.activations(self._forecast.horizon()))
         chosen = self._choose(saved, resident)
@@ -92,7 +93,7 @@ class AdaptivePolicy:
         return chosen if (kept >= np.minimum(self.budget.floor, most)).all() else self._pack_floors(key, candidate)
 
     def _pack_floors(self, key: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-        """``_pack`` if floors bind: the best extents of each layer, up to its floor, come before all others."""
+        """``_pack`` where floors bind: each layer's best extents, up to its floor, come before all others."""
         first = within_floor(self.budget.extents, key, self.budget.floor, candidate)
         chosen = np.zeros_like(candidate)
         self._fill(chosen, np.where(first, np.inf, key), candidate)

@@ -27,7 +27,7 @@ class Context:
     """
 
     def __init__(self, size: int, directions: int):
-        """0 ``directions``: no context."""
+        """``size``: the number of experts. 0 ``directions`` turn the context off."""
         self._signs = 2 * np.random.default_rng(0).integers(0, 2, (size, directions), dtype=np.int8) - np.int8(1)
         self._scales = np.array([*SCALES, MEAN_STEPS])
         self._means = np.zeros((len(self._scales), directions))
@@ -36,13 +36,13 @@ class Context:
         self._now_now = np.zeros((width, width))
         self._now_next = np.zeros((width, width))
         self._now_activation = np.zeros((size, width), dtype=np.float32)
-        """For each expert, the sum of the contexts before its activations, divided by ``_weight``."""
+        """Each expert's sum of the contexts before its activations, divided by ``_weight``."""
         self._weight = 1.0
         self._transitions = 0.0
 
     def observe(self, rate: np.ndarray, steps: float, seen: float, decay: float) -> None:
-        """``rate`` float ``[size]``: activations per step of each expert in ``steps`` steps, after ``seen`` earlier ones.
-        ``decay``: the factor for all earlier sums."""
+        """Take each expert's activations per step, ``rate`` (float ``[size]``), over ``steps`` steps after ``seen`` earlier
+        ones. ``decay`` scales all earlier sums."""
         used = np.flatnonzero(rate)
         before = self._now
         share = np.maximum(-np.expm1(-steps / self._scales), steps / (seen + steps))

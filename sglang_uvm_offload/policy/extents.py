@@ -1,7 +1,7 @@
 """Extents, the units of residency: runs of memory blocks that hold parts of the same experts. Pure: arrays only.
 
-An extent serves each step that activates an expert in it. So its value is the activations of its experts, weighted by the bytes
-of each, and its cost is its own bytes of VRAM.
+An extent serves each step that activates an expert in it. So its value is its experts' activations, weighted by the bytes of
+each, and its cost is the VRAM that it takes.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ class Extents:
 
     @property
     def first_expert(self) -> np.ndarray:
-        """int64 ``[extents]``: the first expert in each."""
+        """int64 ``[extents]``: each extent's first expert."""
         return self.part_expert[self._first_part]
 
     def density(self, activations: np.ndarray) -> np.ndarray:
-        """float ``[extents]``: the activations (``[layers, width]``) that each extent serves, weighted by the share of its
-        bytes that each expert takes. For an extent that one expert fills, that expert's activations."""
+        """float ``[extents]``: the activations (``[layers, width]``) that each extent serves, each weighted by its expert's
+        share of the extent's bytes. An extent that one expert fills serves all of that expert's activations."""
         if not len(self):
             return np.zeros(0, dtype=np.float32)
         return np.add.reduceat(activations.ravel()[self.part_expert] * self._weight, self._first_part)
 
     def holding(self, experts: np.ndarray) -> np.ndarray:
-        """``bool[extents]``: those that hold a byte of an expert in ``experts`` (``bool[layers, width]``)."""
+        """``bool[extents]``: the extents that hold any byte of ``experts`` (``bool[layers, width]``)."""
         held = np.zeros(len(self), dtype=bool)
         held[self.part_extent[experts.ravel()[self.part_expert]]] = True
         return held
 
     def bytes_by_expert(self, extents: np.ndarray) -> np.ndarray:
-        """``int64[layers, width]``: the bytes of each expert in ``extents`` (``bool[extents]``)."""
+        """``int64[layers, width]``: each expert's bytes in ``extents`` (``bool[extents]``)."""
         inside = extents[self.part_extent]
         found = np.bincount(self.part_expert[inside], self.part_bytes[inside], minlength=self.shape[0] * self.shape[1])
         return found.astype(np.int64).reshape(self.shape)
 
     def bytes_by_layer(self, extents: np.ndarray) -> np.ndarray:
-        """``int64[layers]``: the VRAM that ``extents`` (``bool[extents]``) take."""
+        """``int64[layers]``: the bytes of VRAM that ``extents`` (``bool[extents]``) take in each layer."""
         return np.bincount(self.layer[extents], self.nbytes[extents], minlength=self.shape[0]).astype(np.int64)
 
     def total(self, extents: np.ndarray) -> int:
-        """The VRAM that ``extents`` (``bool[extents]``) take."""
+        """The bytes of VRAM that ``extents`` (``bool[extents]``) take."""
         return int(self.nbytes[extents].sum())
 
 
 @dataclass(frozen=True)
 class Budget:
-    """VRAM for the ``movable`` extents (``bool[extents]``) of all layers: ``nbytes`` in total, of which each layer uses at
-    least ``floor`` (int64 ``[layers]``)."""
+    """The VRAM for all layers' ``movable`` extents (``bool[extents]``): ``nbytes`` bytes, of which each layer uses at least its
+    ``floor`` (int64 ``[layers]``)."""
 
     extents: Extents
     movable: np.ndarray

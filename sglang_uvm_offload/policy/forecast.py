@@ -49,8 +49,8 @@ TUNING = Tuning()
 
 
 def spread(per_step: np.ndarray, routed: np.ndarray) -> np.ndarray:
-    """A layer's activations per step (``[layers, 1]``), spread over its experts by their share of ``routed`` tokens: the
-    probability of at least one token if a step's tokens per expert are Poisson."""
+    """Spread each layer's activations per step (``[layers, 1]``) over its experts by their share of the ``routed`` tokens: the
+    probability that an expert gets at least one token, if a step's tokens per expert are Poisson."""
     return -np.expm1(-per_step * routed / np.maximum(routed.sum(axis=1, keepdims=True), 1.0))
 
 
@@ -76,7 +76,7 @@ class Forecast:
         self._now_next = np.zeros((features, features))
         self._now_rate = np.zeros(features)
         self._transitions = np.zeros(2)
-        """The decayed number of observed transitions, and of their steps."""
+        """The number of observed transitions, and of their steps, both decayed."""
 
     def observe(self, activations: np.ndarray, steps: float) -> None:
         rate = (np.where(self._candidate, activations, 0).ravel() / steps).astype(np.float32)
@@ -111,7 +111,7 @@ class Forecast:
         self._features = self._describe()
 
     def horizon(self) -> float:
-        """Steps in which an average expert is activated ``horizon_activations`` times."""
+        """The number of steps in which an average expert is activated ``horizon_activations`` times."""
         return 1.0 + min(self._tuning.horizon_activations / max(self._mean, 1e-9), MAX_HORIZON_STEPS)
 
     def activations(self, horizon: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which experts of a layer come ahead of its own routing. The kernels in ``kernels/uvm_ops.cu`` follow this."""
+"""Chooses the experts to copy ahead of a layer's own routing. The kernels in ``kernels/uvm_ops.cu`` follow this rule."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 
 
 def likeliest(guesses: np.ndarray, missed: np.ndarray, most: int) -> list[int]:
-    """The first ``most`` experts that would be missed, in the order of ``guesses``: int ``[rows, n]``, the likeliest of each
-    row first, and so of all rows; numbers that are no expert's do not count. ``missed``: ``bool[experts]``."""
+    """The first ``most`` guessed experts that are ``missed`` (``bool[experts]``). ``guesses`` is int ``[rows, n]``, with each
+    row's likeliest expert first; the result takes all rows' first guesses, then their second ones, and so on. Numbers that
+    name no expert do not count."""
     in_order = guesses.T.ravel()
     known = in_order[(in_order >= 0) & (in_order < len(missed))]
     return list(dict.fromkeys(known[missed[known]].tolist()))[:most]

@@ -1,4 +1,4 @@
-"""Scores experts by their counts, and chooses the best extents or experts of each layer. Pure.
+"""Scores experts by their counts, and chooses each layer's best extents or experts. Pure.
 
 Arrays are ``[layers, experts]`` unless stated.
 """
@@ -12,7 +12,7 @@ from sglang_uvm_offload.policy.forecast import PREFILL_PRIOR_STEPS, spread
 
 
 def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: np.ndarray) -> np.ndarray:
-    """Expected activations of each expert per decode step, float64.
+    """Each expert's expected activations per decode step, float64.
 
     ``decode_activations`` counts the decode steps, out of ``decode_steps``, that read the expert. ``prefill_routed`` counts the
     prefill tokens routed to it. The score mixes the decode rate with a prior that weighs ``PREFILL_PRIOR_STEPS`` steps: the
@@ -30,10 +30,9 @@ def score(decode_activations: np.ndarray, decode_steps: float, prefill_routed: n
 def best(
     extents: Extents, density: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray
 ) -> np.ndarray:
-    """``bool[extents]``: the candidates of each layer with the largest density that fit its ``capacity`` (int64 ``[layers]``,
-    bytes), then smaller ones that still fit. Ties prefer residents, so that equal densities move nothing, and then the lower
-    expert, so that experts are resident as a whole. Raises ``ValueError`` if shapes differ or a density is NaN.
-    """
+    """``bool[extents]``: each layer's candidates with the largest density that fit its ``capacity`` (in bytes, int64
+    ``[layers]``), then smaller ones that still fit. Ties prefer residents, so that equal densities move nothing, and then the
+    lower expert, so that experts are resident as a whole. Raises ``ValueError`` if shapes differ or a density is NaN."""
     if not density.shape == resident.shape == candidate.shape == extents.layer.shape or capacity.shape != extents.shape[:1]:
         raise ValueError(
             f"density {density.shape}, resident {resident.shape}, candidate {candidate.shape} and capacity {capacity.shape} "
@@ -53,15 +52,15 @@ def best(
 
 
 def _running_bytes(extents: Extents, order: np.ndarray) -> np.ndarray:
-    """The bytes of each extent of ``order`` (sorted by layer), plus those before it in its layer."""
+    """The bytes of each extent in ``order`` (sorted by layer), plus the bytes of those before it in its layer."""
     layer, total = extents.layer[order], np.cumsum(extents.nbytes[order])
     before = np.concatenate([[0], total])[np.searchsorted(layer, np.arange(extents.shape[0]))]
     return total - before[layer]
 
 
 def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """``bool``: the ``capacity[layer]`` candidates of each layer with the largest key. Ties prefer residents, then lower
-    ids."""
+    """``bool[layers, experts]``: each layer's ``capacity[layer]`` candidates with the largest key. Ties prefer residents, then
+    lower ids."""
     order = np.lexsort((~resident, -key, ~candidate), axis=-1)
     chosen = np.zeros(key.shape, dtype=bool)
     np.put_along_axis(chosen, order, np.arange(key.shape[1]) < capacity[:, None], axis=1)
@@ -69,7 +68,7 @@ def top(key: np.ndarray, capacity: np.ndarray, resident: np.ndarray, candidate: 
 
 
 def within_floor(extents: Extents, key: np.ndarray, floor: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """``bool[extents]``: the candidates of each layer with the largest key, until they take ``floor`` bytes (int64
+    """``bool[extents]``: each layer's candidates with the largest key, until they take its ``floor`` (bytes, int64
     ``[layers]``). Ties prefer the lower offset."""
     order = np.lexsort((-key, extents.layer))
     order = order[candidate[order]]

@@ -1,19 +1,19 @@
-"""Which experts the slots hold. The kernels in ``kernels/uvm_ops.cu`` follow these rules bit for bit.
+"""Decides which experts the slots hold. The kernels in ``kernels/uvm_ops.cu`` follow these rules bit for bit.
 
 A slot is a row in VRAM that holds a copy of one expert. Layers of one shape share a pool of slots. A step reads an offloaded
-expert over the link once, whether in place or into a slot, so filling a slot costs nothing but the expert that it held before.
-The policy evicts the expert of any layer that is least likely to be used next, and only for a miss that is more likely to be
-used, or that in place would be read more than once: by a kernel that computes its tokens in several blocks.
+expert over the link once, whether in place or into a slot, so filling a slot costs only the expert that it held before.
+The policy evicts the expert, of any layer, that is least likely to be used next, and only for a miss that is more likely to be
+used, or that a kernel would read in place more than once because it computes the tokens in several blocks.
 
-It estimates that likelihood by counting. After every step each expert is in a *class*, by the time since its last use and by
-its use rates over a short and a long time. The *value* of a class is the share of its experts that were used in the next
+It estimates that likelihood by counting. After every step, the time since an expert's last use and its use rates over a short
+and a long time put it into a *class*. The *value* of a class is the share of its experts that were used in the next
 ``WINDOW`` steps. So the policy acts like LRU on routing with strong locality and like LFU on routing with hot experts, without
 a setting (ranking by measured hit density, after LHD, Beckmann et al., NSDI 2018). All layers share the counts, which learns
 faster. All arithmetic is on integers in a fixed order, so ranks that see the same routing make the same decisions.
 
-Eviction compares the *worth* of experts: their value on a logarithmic scale, one byte, as of the last time that their layer was
-resolved. So a layer looks through a byte an expert, and learns for its own experts only. Of equal worth, experts of the layer
-that was resolved last go first: it is used again after all others.
+Eviction compares the *worth* of experts: their value on a logarithmic scale, in one byte, when their layer was last resolved.
+So a layer reads one byte for each expert of the pool, and updates only its own experts. If several have the same worth, those
+of the layer that was resolved last go first: that layer is used again after all others.
 
 A prefill uses nearly all experts, which says little about decoding. But its last tokens use the experts that decoding is about
 to use, so the tokens of each request's *tail* count as the most recent decode steps.
@@ -33,7 +33,7 @@ WINDOW = 2
 """Steps in which a use counts. With 1, experts that every other token uses would seem worthless right after a use."""
 
 AGES, LATELY, LONG = 24, 4, 16
-"""Buckets of the time since the last use, of the rate over the last steps, and of the rate over the last thousands."""
+"""The numbers of buckets for the time since the last use, and for the rates over the last steps and the last thousands."""
 CLASSES = AGES * LATELY * LONG
 RATE_BITS = 20
 """A rate of ``1 << RATE_BITS`` is one use per step."""
@@ -48,11 +48,11 @@ VALUE_BITS = 16
 WHOLE = 16
 """The offloaded share of an expert that is wholly offloaded."""
 MAX_FILLS = 64
-"""The most fills of a layer in one step. A lower limit adapts more slowly to new traffic and saves nothing: an expert that is
+"""The most fills in one layer and step. A lower limit adapts more slowly to new traffic and saves nothing: an expert that is
 not filled is read in place."""
 ASSUMED_EVENTS = 4
 WORTH_BITS = 3
-"""Steps of worth in an octave of value: 8. Finer ones save no link time."""
+"""The binary logarithm of the steps of worth in an octave of value (8). Finer steps save no link time."""
 NOT_HELD = 255
 """The worth of an expert without a slot. The largest worth is 175."""
 TAIL = 64
@@ -62,7 +62,7 @@ EMPTY = -1
 
 
 def floor_log2(x: np.ndarray) -> np.ndarray:
-    """For integers from 1 to 2^52."""
+    """The binary logarithm, rounded down, of integers from 1 to 2^52."""
     return np.frexp(x.astype(np.float64))[1] - 1
 
 
@@ -81,7 +81,7 @@ def assumed_counts() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Tails:
-    """How the tails of a prefill's requests use each expert: int arrays of equal shapes."""
+    """How the tails of a prefill's requests use each expert. The int arrays have equal shapes."""
 
     distance: np.ndarray
     """Tokens from the last use in a request to its end, the smallest over all requests; ``TAIL`` without a use."""
@@ -118,7 +118,7 @@ class SlotPool(NamedTuple):
     """Slots that layers share."""
 
     layers: Sequence[int]
-    """In the order of a step."""
+    """Indices of layers, in the order in which a step resolves them."""
     slots: int
 
 
@@ -134,18 +134,18 @@ class SlotPolicy:
         self.now = 0
         """Steps so far."""
         self.slot_of = np.full(present.shape, EMPTY)
-        """The slot of each expert, in its layer's pool."""
+        """Each expert's slot in its layer's pool, or ``EMPTY``."""
         self.worth = [np.full((len(pool.layers), present.shape[1]), NOT_HELD, dtype=np.uint8) for pool in pools]
-        """Of each pool, ``[layers of the pool, experts]``: what experts in slots were worth when their layer was resolved."""
+        """Each pool's ``[layers of the pool, experts]``: what experts in slots were worth when their layer was resolved."""
         self.taken = [0] * len(pools)
-        """Of each pool, how many slots were filled since they were empty: the first ones."""
+        """How many of each pool's slots, from the first on, were filled since they were last empty."""
         self._at = {layer: (index, at) for index, pool in enumerate(pools) for at, layer in enumerate(pool.layers)}
         self.last = np.zeros(present.shape, dtype=np.int64)
         """The step of the last use, from 1; 0: none yet."""
         self.lately = np.zeros(present.shape, dtype=np.int64)
         self.long = np.zeros(present.shape, dtype=np.int64)
         self.classes = np.full((WINDOW, *present.shape), EMPTY)
-        """The class of each expert after the last step, and after the one before."""
+        """Each expert's class after the last step, and after the one before."""
         self.events, self.uses = assumed_counts()
         self._values = np.zeros(CLASSES, dtype=np.int64)
 
@@ -217,7 +217,7 @@ class SlotPolicy:
             worth[:] = NOT_HELD
 
     def _observe(self, used: np.ndarray, layers: slice) -> None:
-        """Count a decode step."""
+        """Count the uses in a decode step."""
         last, lately, long = self.last[layers], self.lately[layers], self.long[layers]
         before = self.classes[WINDOW - 1, layers]
         recent = used | (last > self.now - WINDOW)
@@ -278,7 +278,7 @@ class SlotPolicy:
         return list(range(first, self.taken[pool]))
 
     def _evict(self, pool: int, at: int, expert: int) -> int:
-        """The slot that the expert had."""
+        """Take the expert's slot away, and return it."""
         layer = self.pools[pool].layers[at]
         slot = int(self.slot_of[layer, expert])
         self.slot_of[layer, expert], self.worth[pool][at, expert] = EMPTY, NOT_HELD
