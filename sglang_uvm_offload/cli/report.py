@@ -21,7 +21,9 @@ from sglang_uvm_offload.files import reading
 from sglang_uvm_offload.files.kinds import mistaken
 from sglang_uvm_offload.report.html import REPORT_FILE
 from sglang_uvm_offload.report.source import ReplayResults, ServerInfo
+from sglang_uvm_offload.residency.status import OffloadStatus
 
+INFO_PATH, STATUS_PATH = "/server_info", "/expert_offload"
 MAX_BYTES = 64 << 20
 MAX_REASON_BYTES = 4096
 TIMEOUT_SECONDS = 30
@@ -74,7 +76,7 @@ def report_of(source: str) -> str:
     from_server = is_url(source)
     if not from_server and (other := mistaken(source, "report")):
         raise SourceError(f"{source}: {other}")
-    data = fetched(source, "/server_info") if from_server else _read(source)
+    data = fetched(source, INFO_PATH) if from_server else _read(source)
     try:
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
         if "results" in keys:
@@ -82,10 +84,27 @@ def report_of(source: str) -> str:
 
             return replay_report(msgspec.json.decode(data, type=ReplayResults), source)
         if "internal_states" in keys:
-            return _report_of_server(msgspec.json.decode(data, type=ServerInfo), source)
+            info = msgspec.json.decode(data, type=ServerInfo)
+            return _report_of_server(_with_all_ranks(info, source) if is_url(source) else info, source)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SourceError(f"{source}: not the JSON of this version's /server_info or replay --json: {error}") from error
     raise SourceError(f"{source}: not the JSON of /server_info (no internal_states), nor of replay --json (no results)")
+
+
+def _with_all_ranks(info: ServerInfo, source: str) -> ServerInfo:
+    """``info`` with the status of every rank; as it is, where the server does not answer with that."""
+    try:
+        return msgspec.structs.replace(info, all_ranks=status_of(fetched(source.removesuffix(INFO_PATH), STATUS_PATH)))
+    except (SourceError, ValueError, RecursionError):
+        return info
+
+
+def status_of(answer: bytes) -> OffloadStatus:
+    """The answer to ``GET /expert_offload``. Raises ``ValueError`` or ``RecursionError`` for anything else."""
+    status = msgspec.json.decode(answer, type=OffloadStatus)
+    for rank in status.ranks:
+        rank.check()
+    return status
 
 
 def _report_of_server(info: ServerInfo, source: str) -> str:

@@ -7,14 +7,10 @@ import sys
 import time
 import urllib.error
 
-import msgspec
-
-from sglang_uvm_offload.cli.report import API_KEY, SourceError, fetched, is_url
+from sglang_uvm_offload.cli.report import API_KEY, STATUS_PATH, SourceError, fetched, is_url, status_of
 from sglang_uvm_offload.cli.terminal import Frames, complain, say
 from sglang_uvm_offload.report.status_table import Look, status_line, status_table
-from sglang_uvm_offload.residency.status import OffloadStatus
 
-PATH = "/expert_offload"
 PERIOD_SECONDS = 2.0
 """From an answer to the next request: ranks answer between two steps."""
 NO_OFFLOADING, BUSY = 404, 503
@@ -33,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"ask every {PERIOD_SECONDS:g} seconds until Ctrl-C, and show what happened since the last answer; one line for "
         "each answer if the output is no terminal",
     )
-    shown.add_argument("--json", action="store_true", help=f"print the answer of GET {PATH}")
+    shown.add_argument("--json", action="store_true", help=f"print the answer of GET {STATUS_PATH}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +78,7 @@ def _look(source: str) -> tuple[bytes, Look]:
     if not is_url(source):
         raise SourceError(f"{source}: not the URL of a server; did you mean http://{source}?")
     try:
-        answer = fetched(source, PATH)
+        answer = fetched(source, STATUS_PATH)
     except SourceError as error:
         if _code(error) == NO_OFFLOADING:
             raise SourceError(
@@ -91,11 +87,9 @@ def _look(source: str) -> tuple[bytes, Look]:
             ) from error
         raise
     try:
-        status = msgspec.json.decode(answer, type=OffloadStatus)
-        for rank in status.ranks:
-            rank.check()
+        status = status_of(answer)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ``ValueError`` too
-        raise SourceError(f"{source}: not the JSON of this version's {PATH}: {error}") from error
+        raise SourceError(f"{source}: not the JSON of this version's {STATUS_PATH}: {error}") from error
     return answer, Look(status, time.localtime())
 
 

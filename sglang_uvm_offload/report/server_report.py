@@ -150,9 +150,9 @@ def _notes(info: ServerInfo) -> list[Element]:
     replicas = 1 if state.enable_dp_attention else state.dp_size
     if state.tp_size * state.pp_size * replicas > len(info.ranks):
         notes.append(
-            "SGLang shows the first rank of each data-parallel rank. Ranks that share experts have the same residents, and "
-            "each reads as much over its own link. The experts of other expert-parallel ranks and the layers of other "
-            "pipeline stages are not included."
+            f"{'Ranks of other nodes, and those that did not answer,' if info.all_ranks else 'Other ranks'} are not included. "
+            "Ranks that share experts have the same residents, and each reads as much over its own link. The experts of other "
+            "expert-parallel ranks and the layers of other pipeline stages are missing here."
         )
     if len(info.ranks) > RANKS_DRAWN:
         notes.append(f"Charts over time show the first {RANKS_DRAWN} of {len(info.ranks)} ranks.")
@@ -288,7 +288,7 @@ KINDS = (
     ("in VRAM", "#0072b2"),
     ("in host RAM", "#dbe2e8"),
     ("in VRAM in part, or on some replicas", "#7fb5d8"),
-    ("on a rank that SGLang does not show", "#f6f1d3"),
+    ("on a rank that is not included", "#f6f1d3"),
     ("shared expert, always in VRAM", "#e69f00"),
 )
 

@@ -8,8 +8,9 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from sglang_uvm_offload.replay.results import Replay, Scope
+from sglang_uvm_offload.report.rank_names import names_of
 from sglang_uvm_offload.residency.history import Curve, combined
-from sglang_uvm_offload.residency.status import MAX_EXPERTS, Experts, RankStatus
+from sglang_uvm_offload.residency.status import MAX_EXPERTS, Experts, OffloadStatus, RankStatus
 
 MAX_RANKS = 1 << 10
 
@@ -32,20 +33,31 @@ class State(Struct, frozen=True):
 
 
 class ServerInfo(Struct, frozen=True):
-    """The ``/server_info`` of a server that offloads experts."""
+    """The ``/server_info`` of a server that offloads experts, which has the first rank of each data-parallel replica."""
 
     internal_states: Annotated[list[State], Meta(max_length=MAX_RANKS)]
     model_path: str = ""
     version: str = ""
+    all_ranks: OffloadStatus | None = None
+    """The server's answer to ``GET /expert_offload``, which has more ranks; None in a saved ``/server_info``."""
+
+    def __post_init__(self) -> None:
+        for rank in self.all_ranks.ranks if self.all_ranks is not None else ():
+            rank.check()
 
     @property
     def ranks(self) -> list[RankStatus]:
+        if self.all_ranks is not None and self.all_ranks.ranks:
+            return list(self.all_ranks.ranks)
         return [state.expert_offload for state in self.internal_states if state.expert_offload is not None]
 
     @property
     def rank_names(self) -> list[str]:
         """The name of each of ``ranks``."""
-        return [f"DP rank {index}" for index in range(len(self.ranks))] if len(self.ranks) > 1 else ["rank 0"]
+        names = names_of(self.ranks)
+        if len(set(names)) < len(names):  # statistics that earlier versions saved
+            return [f"rank {index}" for index in range(len(names))]
+        return names
 
     @property
     def curve(self) -> Curve | None:

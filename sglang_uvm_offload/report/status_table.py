@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import asdict
-
+from sglang_uvm_offload.report.rank_names import names_of
 from sglang_uvm_offload.residency.status import OffloadStatus, RankId, RankStatus
 from sglang_uvm_offload.units import size
 
@@ -70,7 +69,7 @@ def status_table(source: str, look: Look, before: Look | None) -> list[str]:
     """The lines of a table, and what else a person should know. Rates and hit rates are those since ``before``; None: since the
     start. 79 columns but for long names, messages and numbers."""
     ranks, growths = look.status.ranks, _growths(look, before)
-    names = _names([rank.rank for rank in ranks])
+    names = names_of(ranks)
     rows = [_TITLES, *(_row(name, rank, growths[rank.rank]) for name, rank in zip(names, ranks, strict=True))]
     table = _aligned(rows)
     return [f"{source}  {look.clock}", _summary(list(growths.values()), before), "", *table, *_notes(look.status, names)]
@@ -88,7 +87,7 @@ def status_line(look: Look, before: Look | None) -> str:
         f"{sum(growth.moves for growth in growths)} promotions",
         f"{_free(ranks)} GiB of host RAM free",
     ]
-    return f"{look.clock} " + "; ".join([*parts, *_notes(look.status, _names([rank.rank for rank in ranks]))])
+    return f"{look.clock} " + "; ".join([*parts, *_notes(look.status, names_of(ranks))])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -153,16 +152,6 @@ def _most(growths: Sequence[_Growth], name: str) -> str:
 def _free(ranks: Sequence[RankStatus]) -> str:
     found = [rank.host_free_bytes for rank in ranks if rank.host_free_bytes is not None]
     return f"{min(found) / 2**30:.1f}" if found else "-"
-
-
-def _names(ids: Sequence[RankId]) -> list[str]:
-    """The parts of each rank's id that tell it from others: "tp1", or "dp0 tp1"."""
-    columns = {kind: [asdict(each)[kind] for each in ids] for kind in RankId.__struct_fields__}
-    used = {kind: column for kind, column in columns.items() if len(set(column)) > 1}
-    if used.get("ep") == used.get("tp"):
-        used.pop("ep", None)
-    used = used or {"tp": columns["tp"]}
-    return [" ".join(f"{kind}{column[index]}" for kind, column in used.items()) for index in range(len(ids))]
 
 
 def _notes(status: OffloadStatus, names: Sequence[str]) -> list[str]:

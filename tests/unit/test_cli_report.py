@@ -97,6 +97,19 @@ def test_an_address_may_be_that_of_the_server_or_of_its_statistics(answers, form
 
 
 @pytest.mark.parametrize(
+    ("answer", "ranks"),
+    [((200, None), ["tp0", "tp1"]), ((503, b""), []), ((200, b"no"), []), ((200, b'{"version": "1", "ranks": [{}]}'), [])],
+)
+def test_all_ranks_are_asked_for_and_done_without(answers, answer, ranks):
+    status, body = answer
+    every = [Rank(config()).status() | {"rank": {"tp": tp}} for tp in (0, 1)]
+    answers["/server_info"] = (200, served())
+    answers["/expert_offload"] = (status, json.dumps({"version": "1", "ranks": every}).encode() if body is None else body)
+    said = words(report_of(answers["url"] + "/server_info"))
+    assert [name for name in ("tp0", "tp1") if name in said] == ranks
+
+
+@pytest.mark.parametrize(
     ("answer", "reason"),
     [
         ((200, b""), "not the JSON"),
@@ -188,7 +201,7 @@ def test_an_api_key_is_sent_to_the_server_alone_and_not_shown(answers, tmp_path,
     answers["/server_info"] = (302, answers["url"].replace("127.0.0.1", "localhost") + "/elsewhere")
     answers["/elsewhere"] = (200, served())
     assert main(["report", answers["url"], "--out", str(tmp_path / "report.html")]) == 0
-    assert [headers["Authorization"] for headers in sent] == ["Bearer s3cret", None]
+    assert [headers["Authorization"] for headers in sent] == ["Bearer s3cret", None, "Bearer s3cret"], "and for all ranks"
     assert "s3cret" not in (tmp_path / "report.html").read_text() + "".join(capsys.readouterr())
 
 

@@ -98,9 +98,9 @@ def test_many_moves_of_late_are_told_whatever_prefill_streams():
 def test_faults_and_evictions_alert_with_their_ranks():
     said = alerts(judged(evicted_bytes=3 << 30, fault=FAULT, ranks=2))
     assert len(said) == 4
-    assert said[0].startswith(f"Moving experts stopped (DP rank 0): {FAULT}.")
-    assert "(DP rank 1)" in said[1]
-    assert said[2].startswith("About 3.00 GiB of residents were evicted from VRAM (DP rank 0)")
+    assert said[0].startswith(f"Moving experts stopped (rank 0): {FAULT}.")
+    assert "(rank 1)" in said[1]
+    assert said[2].startswith("About 3.00 GiB of residents were evicted from VRAM (rank 0)")
     assert "a larger --expert-offload-headroom-gb, fewer residents, or no other process" in said[2]
     assert alerts(judged(evicted_bytes=0)) == alerts(judged(evicted_bytes=None)) == []
 

@@ -10,6 +10,7 @@ import pytest
 from builders.managers import Rank, config
 from builders.reports import info, replayed, result, stepped
 
+from sglang_uvm_offload.report.source import ServerInfo
 from sglang_uvm_offload.residency.history import Curve, Past, combined
 
 LONG = [0] * (1 << 14)
@@ -67,6 +68,24 @@ def test_layers_beyond_what_is_shown_are_refused_before_memory_is_taken(served):
 def test_results_of_two_residencies_are_not_compared():
     with pytest.raises(msgspec.ValidationError, match="one residency and one batch"):
         replayed(result("lru"), result("lfu", residency=0.25))
+
+
+def test_ranks_are_named_by_what_tells_them_apart(served):
+    ids = [{"dp": dp, "pp": 0, "tp": tp, "ep": tp} for dp in (0, 1) for tp in (0, 1)]
+    assert info(*[served | {"rank": each} for each in ids]).rank_names == ["dp0 tp0", "dp0 tp1", "dp1 tp0", "dp1 tp1"]
+    assert info(*[served | {"rank": each} for each in ids[:2]]).rank_names == ["tp0", "tp1"]
+    earlier = {name: value for name, value in served.items() if name != "rank"}
+    assert info(earlier, earlier).rank_names == ["rank 0", "rank 1"]
+
+
+def test_every_rank_is_shown_where_the_server_tells_of_it(served):
+    every = {"version": "1", "ranks": [served | {"rank": {"tp": tp}} for tp in (0, 1)], "left_out": 2}
+    content = {"internal_states": [{"expert_offload": served}], "all_ranks": every}
+    assert msgspec.convert(content, ServerInfo).rank_names == ["tp0", "tp1"]
+    assert len(msgspec.convert(content | {"all_ranks": every | {"ranks": []}}, ServerInfo).ranks) == 1
+    every["ranks"][1]["resident_ids"] = [[0]]
+    with pytest.raises(msgspec.ValidationError, match="one list for each of layers"):
+        msgspec.convert(content, ServerInfo)
 
 
 def test_the_latest_half_of_a_history_is_what_is_judged_of_late():
