@@ -1,1 +1,1 @@
-"""Programs that measure and predict: run each from the root of the repository, as ``python -m benchmarks.serve``."""
+"""Programs that measure and predict. Run them from the root of the repository, as ``python -m benchmarks.serve``."""

@@ -1,9 +1,9 @@
-"""Missed bytes where experts share blocks of 2 MiB: residents by single blocks and by groups of experts, beside slots.
+"""Missed bytes where experts share 2 MiB blocks: residents chosen by block or by group of experts, with slots beside them.
 
     python -m benchmarks.block_residency FOLDER_OF_TRACES > benchmarks/results/blocks/blocks.md
 
-Residents are those that serve the warm-up half of a trace best, in each layer; slots then serve the steps that follow, by the
-policy that ships. A miss counts the bytes of the expert that are not in VRAM.
+Each layer's residents are those that serve the warm-up half of a trace best. Slots then serve the following steps with the
+shipped policy. A miss counts the bytes of the expert that are not in VRAM.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CASES = (
     ("dsv2lite-intent", 4, (3.5, 1.75)),
     ("dsv2lite-intent", 4, (11.5, 5.75)),
 )
-"""(trace, batch, MiB of an expert in each of a layer's tensors on a rank)"""
+"""(trace, batch, MiB per expert in each of a layer's tensors on one rank)"""
 IN_VRAM, IN_SLOTS = (0.5, 0.78), (0.0, 0.125, 0.25, 0.5, 0.75)
-"""The share of the experts in VRAM, and about the share of those in slots."""
+"""The share of experts in VRAM, and roughly the share of those that are in slots."""
 WARM_STEPS, STEPS = 200, 200
-"""The last steps of the warm-up fill the slots; so many of the others are measured."""
+"""The last ``WARM_STEPS`` of the warm-up fill the slots; the next ``STEPS`` are measured."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Row:
     residents: int
     slots: int
     missed: tuple[float, float, float]
-    """MiB a step of an allocator that places any byte, of blocks, and of groups of experts."""
+    """MiB per step with an allocator that can place any byte, with blocks, and with groups of experts."""
     in_part: tuple[float, float]
-    """The share of the experts that blocks, and groups, leave in VRAM in part."""
+    """The share of experts that are only partly in VRAM, with blocks and with groups."""
 
 
 class Residents:
@@ -59,7 +59,7 @@ class Residents:
         self.group = whole_rows((nbytes, BLOCK_BYTES) for nbytes in self.sizes)
 
     def offloaded(self, number: int, block_bytes: int, group: int) -> np.ndarray:
-        """``int64[layers, experts]``: the bytes of each expert that the best residents leave in host RAM."""
+        """Returns ``int64[layers, experts]``: each expert's bytes that stay in host RAM with the best residents."""
         layers, experts = self.workload.shape
         layouts = [ExpertLayout.grouped(experts, nbytes, block_bytes, group) for nbytes in self.sizes]
         extents = extents_of([layouts] * layers, experts)
@@ -69,7 +69,7 @@ class Residents:
         return sum(self.sizes) - extents.bytes_by_expert(chosen)
 
     def missed(self, offloaded: np.ndarray, slots: int) -> float:
-        """MiB a step."""
+        """Returns missed MiB per step."""
         layers = len(offloaded)
         policy = SlotPolicy(np.ones_like(offloaded, dtype=bool), [SlotPool(range(layers), slots * layers)])
         share, missed = -(-offloaded * WHOLE // sum(self.sizes)), 0

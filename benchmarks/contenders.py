@@ -1,7 +1,7 @@
-"""Every way to serve one checkpoint in one VRAM budget: who takes part, and with which flags.
+"""The contenders and their flags: every way to serve one checkpoint within one VRAM budget.
 
-The budget is the share of the routed experts' bytes that may be in VRAM (*residency*). Where a way needs room in VRAM to bring
-weights back, that room is part of its budget. Settings are those that each one's own documents or source recommend.
+The budget is the share of the routed experts' bytes that may be in VRAM (*residency*). It includes the VRAM that a contender
+needs to bring weights back. Each contender uses the settings that its own documentation or source recommends.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from sglang_uvm_offload.residency.slot_split import Slots
 GIB = 1 << 30
 Flags = dict[str, Any]
 THREE_QUARTERS = Slots(None, {0.0: 0.75})
-"""Of the rows in VRAM, as a profile would ask for it."""
+"""The share of the rows in VRAM that are slots, as a profile would request it."""
 
 
 class CannotServe(Exception):
-    """This contender has no setting for this budget. The message has the reason."""
+    """The contender has no setting that fits the budget. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One checkpoint, and the share of its routed experts that VRAM may hold."""
+    """A checkpoint and the share of its routed experts that VRAM may hold."""
 
     model: ModelShape
     residency: float
     warmup_tokens: int
-    """After which this plugin chooses its residents anew."""
+    """The plugin selects its residents again after this many tokens."""
 
     @property
     def residents(self) -> int:
-        """Experts of each layer that the budget holds."""
+        """Experts per layer that fit the budget."""
         return math.floor(self.residency * self.model.num_experts + 1e-9)
 
     @property
     def layer_bytes(self) -> int:
-        """Routed experts of the largest MoE layer."""
+        """Bytes of the routed experts in the largest MoE layer."""
         return max(self.model.layers[index].expert_bytes for index in self.model.moe_layers)
 
     def offloaded_bytes(self, residents: int) -> int:
-        """What is out of VRAM with so many experts of each layer in it. The experts of a layer are alike."""
+        """Bytes outside VRAM with ``residents`` experts per layer in it. All experts of a layer have the same size."""
         return self.model.expert_bytes * (self.model.num_experts - residents) // self.model.num_experts
 
 
@@ -53,15 +53,15 @@ class Contender:
     name: str
     what: str
     flags: Callable[[Budget], Flags]
-    """Flags of ``sglang.launch_server``. Raises ``CannotServe``."""
+    """Returns flags for ``sglang.launch_server``. Raises ``CannotServe``."""
     residency: float | None = None
-    """Its only budget; None: it takes part at every residency."""
+    """The only residency that it runs at; None: every residency."""
     on_cpu: str = ""
-    """What must be known of its row on a machine without a GPU."""
+    """A caveat for its row on a machine without a GPU."""
     offload: bool = False
-    """Whether it is this plugin, which reports what it offloads."""
+    """Whether this is the plugin, which reports what it offloads."""
     slots: bool = False
-    """Whether it has slots, which its status must show in use."""
+    """Whether it has slots; its status must then show them in use."""
 
 
 def this_plugin(**more: Any) -> Callable[[Budget], Flags]:
@@ -75,7 +75,7 @@ def this_plugin(**more: Any) -> Callable[[Budget], Flags]:
 
 
 def with_slots(divide: Callable[[Budget], int]) -> Callable[[Budget], Flags]:
-    """So many of the budget's rows (``divide``) are slots, the rest residents."""
+    """``divide(budget)`` of the budget's rows are slots; the rest are residents."""
 
     def flags(budget: Budget) -> Flags:
         slots = divide(budget)
@@ -89,7 +89,7 @@ def with_slots(divide: Callable[[Budget], int]) -> Callable[[Budget], Flags]:
 
 
 def paged_experts(budget: Budget) -> Flags:
-    """SGLang's document: K slots a layer, at least top-k; its default graphs; no fused shared experts."""
+    """As SGLang's guide says: K slots per layer (at least top-k), default CUDA graphs, no shared-expert fusion."""
     if budget.residents < budget.model.top_k:
         raise CannotServe(
             f"{budget.residents} of {budget.model.num_experts} experts fit the budget, and paged experts need at least the "
@@ -103,14 +103,16 @@ def paged_experts(budget: Budget) -> Flags:
 
 
 def cpu_offload(budget: Budget) -> Flags:
-    """Whole GiB only, and a layer's weights come back to VRAM as a whole while it computes: rounded up, and one layer more."""
+    """Offloads whole GiB, rounded up, plus one layer: a layer's weights return to VRAM in full while it computes."""
     out = (1 - budget.residency) * budget.model.expert_bytes + budget.layer_bytes
     return {"cpu_offload_gb": math.ceil(out / GIB)}
 
 
 def layer_groups(budget: Budget, prefetch_step: int = 1) -> Flags:
-    """Groups of layers, the last ones of each offloaded and fetched ``prefetch_step`` (its default) ahead: as few layers as
-    hold the budget together with those on their way, in the smallest groups, so that they lie as far apart as they can."""
+    """Offloads the last layers of each group and fetches them ``prefetch_step`` (SGLang's default) ahead.
+
+    Offloads as few layers as the budget allows, counting those in transfer, in the smallest groups, so that the offloaded
+    layers are as far apart as possible."""
     model = budget.model
     moe, layers = len(model.moe_layers), model.num_layers
     wanted = (1 - budget.residency) * moe + prefetch_step + 1
@@ -187,7 +189,7 @@ CONTENDERS = {contender.name: contender for contender in _ALL}
 
 
 def cells(names: list[str], residencies: list[float]) -> list[tuple[Contender, float]]:
-    """What a run serves, in order: each contender at each of its residencies, the reference first."""
+    """What a run serves, in order: each contender at each of its residencies, reference first."""
     wanted = [CONTENDERS[name] for name in dict.fromkeys([RESIDENT.name, *names])]
     return [
         (contender, residency)

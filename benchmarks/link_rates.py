@@ -1,4 +1,4 @@
-"""The rates of the link to host memory: what the part ``link`` of a GPU session measured, else the planner's assumptions."""
+"""Rates of the link to host memory: as the part ``link`` of a GPU session measured them, else as the planner assumes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from sglang_uvm_offload.plan.inputs import Assumptions
 
 MEASURED = {"sequential": "read", "copied": "copy", "engine": "link"}
-"""The rates, by what the part calls them."""
+"""Field of ``Rates`` by the name that the part gives the rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """GB/s."""
+    """Rates in GB/s."""
 
     read: float
-    """Kernels that read in place."""
+    """Kernels that read host memory in place."""
     copy: float
     """The kernel that fills stream buffers and slots."""
     link: float
     """The copy engine, which moves experts."""
     assumed: tuple[str, ...] = ()
-    """Those that were not measured."""
+    """Names of the rates that were not measured."""
 
     def __str__(self) -> str:
         shown = {"read": self.read, "copy": self.copy, "link": self.link}
@@ -32,7 +32,7 @@ class Rates:
 
 
 def rates_of(rows: Iterable[dict[str, Any]], nominal: float, assumed: Assumptions) -> Rates:
-    """What ``rows`` of the part ``link`` say, else assumed of a link of ``nominal`` GB/s."""
+    """Takes rates from the ``rows`` of the part ``link``; assumes the others for a link of ``nominal`` GB/s."""
     found = {MEASURED[row["of"]]: row["median"] for row in rows if row["row"] == "link" and row["of"] in MEASURED}
     link = found.get("link", nominal)
     given = {"read": link * assumed.read_efficiency, "copy": link * assumed.copy_efficiency, "link": link}

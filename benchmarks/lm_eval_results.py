@@ -1,8 +1,8 @@
-"""Compares two results of EleutherAI's lm_eval: the scores of each task to the last digit, and the answer to each sample.
+"""Compares two lm_eval results (EleutherAI): each task's scores to the last digit, and the answer to each sample.
 
     python -m benchmarks.lm_eval_results off on
 
-Each folder is the ``--output_path`` of runs with ``--log_samples``. Of several runs of a task, the newest counts.
+Each folder is the ``--output_path`` of runs with ``--log_samples``. If a task ran several times, the newest run counts.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 
 Json = dict[str, Any]
 SHOWN = 5
-"""Differences of a task that are printed."""
+"""Printed differences per task."""
 
 
 class NoResults(ValueError):
-    """A folder holds no whole results."""
+    """A folder holds no complete results."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The scores of one task by name, and by document and filter what was asked and answered."""
+    """One task's scores by name, and its prompts and answers by (document, filter)."""
 
     scores: dict[str, Any]
     samples: dict[tuple[int, str], Json]
 
 
 def read(folder: Path) -> dict[str, TaskResult]:
-    """Each task's newest result. Raises ``NoResults``."""
+    """Reads each task's newest result. Raises ``NoResults``."""
     found = {}
     for path in sorted(folder.rglob("results_*.json"), key=lambda path: path.name):
         date = path.stem.removeprefix("results_")
         results: Json = json.loads(path.read_text())
-        for task in results["configs"]:  # not the groups, which have no samples
+        for task in results["configs"]:  # groups are not listed here: they have no samples
             log = path.with_name(f"samples_{task}_{date}.jsonl")
             if not log.exists():
                 raise NoResults(f"{path}: no samples of {task}; run lm_eval with --log_samples")
@@ -51,7 +51,7 @@ def read(folder: Path) -> dict[str, TaskResult]:
 
 
 def differences(off: TaskResult, on: TaskResult) -> list[str]:
-    """Of two results of one task, each in a line: samples first, then scores."""
+    """Lists the differences between two results of one task, one per line: samples, then scores."""
     lines = []
     for key in sorted(off.samples.keys() | on.samples.keys()):
         mine, theirs = on.samples.get(key), off.samples.get(key)
@@ -69,7 +69,7 @@ def differences(off: TaskResult, on: TaskResult) -> list[str]:
 
 
 def compare(off: dict[str, TaskResult], on: dict[str, TaskResult]) -> bool:
-    """Print the scores and what differs. Whether nothing does."""
+    """Prints scores and differences. Returns whether all are equal."""
     same = off.keys() == on.keys()
     if not same:
         print(f"Tasks differ: {', '.join(off)} and {', '.join(on)}.")

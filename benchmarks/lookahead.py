@@ -1,10 +1,10 @@
-"""How many misses the next layers' own routers foresee, in a model that ``scripts/train_tiny.py`` has trained.
+"""Measures how many misses the next layers' own routers predict, in a model that ``scripts/train_tiny.py`` trained.
 
     python -m scripts.train_tiny /tmp/deep --shape deep --steps 2000
     python -m benchmarks.lookahead /tmp/deep benchmarks/results/lookahead
 
-A real server on the CPU goes on with held-out texts of both topics, sampled, and records a trace with guesses; then the trace
-is replayed. ``--trace`` replays one that was recorded before. Writes ``lookahead.md``.
+A real server on the CPU continues held-out texts of both topics, with sampling, and records a trace with guesses. The trace is
+then replayed. ``--trace`` replays an existing trace. Writes ``lookahead.md``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from sglang_uvm_offload.replay.results import Foreseen
 from sglang_uvm_offload.routing.trace import Trace
 
 RESIDENCIES = (0.0, 0.25, 0.5, 0.78)
-"""With nothing in VRAM every expert is a miss: what a router foresees of the next one's choice."""
+"""At 0 every expert is a miss, which shows how much of the next router's choice a router predicts."""
 BATCHES = (1, 4)
 REQUESTS, TOKENS, TOGETHER = 48, 96, 8
 PROMPT = 200
-"""Characters of a held-out text."""
+"""Characters of each held-out text."""
 SAMPLING = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": TOKENS, "ignore_eos": True}
 
 
 def prompts() -> list[str]:
-    """The beginnings of held-out texts, as many of each topic, in random order."""
+    """Returns the beginnings of held-out texts in random order, equally many per topic."""
     _, held = corpus()
     found = [text[:PROMPT] for texts in held.values() for _, text in texts[: REQUESTS // len(held)]]
     return random.Random(0).sample(found, len(found))
@@ -81,7 +81,7 @@ def page(model: Path, trace: Trace) -> str:
     controls = [each for _, _, each in found if each.predictor == CONTROL]
     wrong = [each for each in controls if (each.recall, each.precision) != (1, 1)]
     if wrong:
-        raise SystemExit(f"the experts themselves must foresee all and nothing else: {wrong}")
+        raise SystemExit(f"the control, which guesses the true experts, must have recall and precision 1: {wrong}")
     lines = [
         "# Misses that the next layers' routers foresee",
         "",
@@ -108,9 +108,9 @@ def page(model: Path, trace: Trace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", type=Path, help="folder of scripts/train_tiny.py")
-    parser.add_argument("out", type=Path, help="folder of lookahead.md")
-    parser.add_argument("--trace", type=Path, help="recorded unless it is there (default: beside the model's folder)")
+    parser.add_argument("model", type=Path, help="model folder that scripts/train_tiny.py wrote")
+    parser.add_argument("out", type=Path, help="folder for lookahead.md")
+    parser.add_argument("--trace", type=Path, help="trace file; recorded if missing (default: beside the model's folder)")
     args = parser.parse_args()
     path = args.trace or args.model.with_suffix(".npz")
     if not path.exists():

@@ -1,5 +1,5 @@
-"""What lookahead inside decode steps would gain, by simulation: measured routing, the slots' own policy, and guesses of a given
-recall and precision.
+"""Simulates the gain of lookahead within decode steps: measured routing, the slot policy, and guesses of given recall and
+precision.
 
     python -m benchmarks.lookahead_steps TRACES benchmarks/results/lookahead
 
@@ -28,20 +28,20 @@ from sglang_uvm_offload.routing.trace import Trace
 TRACES = ("dsv2lite-summary", "gpt-oss-20b-decode")
 RESIDENCIES, BATCHES = (0.25, 0.5, 0.78), (1, 4)
 LINKS = (0.5, 1.0, 2.0)
-"""Link time of an expert. Some 1.5 for experts of 4.5 MiB over 51 GB/s beside 60 us of compute."""
+"""Link time per expert: about 1.5 for experts of 4.5 MiB over 51 GB/s with 60 us of compute."""
 FIRST_GEMM, SECOND_PART = 0.3, 1 / 3
-"""Of a layer's compute time, and of an expert's bytes."""
+"""Share of a layer's compute time, and of an expert's bytes."""
 STAGING = 4
-"""Rows of all layers that slots lack: more than the link brings while one layer computes."""
+"""Rows, over all layers, that slots give up: more than the link brings while one layer computes."""
 HANDSHAKE = 0.01
-"""What finding confirmed guesses adds to each layer."""
+"""Time that checking guesses adds to each layer."""
 
 
 @dataclass(frozen=True)
 class Predictor:
     name: str
     recall: float
-    """Of misses."""
+    """Share of misses that are guessed."""
     precision: float
 
 
@@ -55,7 +55,7 @@ PREDICTORS = (
 
 
 def misses(workload: Workload, slots: int) -> np.ndarray:
-    """int ``[steps, layers]``, with so many slots in all."""
+    """Returns ``int[steps, layers]`` with ``slots`` slots over all layers."""
     (layers, experts), found = workload.shape, []
     policy = SlotPolicy(np.ones((layers, experts), dtype=bool), [SlotPool(range(layers), slots)])
     for activated in (*workload.warmup, *workload.scored):
@@ -66,12 +66,12 @@ def misses(workload: Workload, slots: int) -> np.ndarray:
 
 
 def waits(missed: np.ndarray, link: float) -> np.ndarray:
-    """Of layers with so many misses, whole ones or parts."""
+    """Returns how long layers wait for ``missed`` experts, which may be fractional."""
     return link * missed - np.minimum(link * missed * SECOND_PART, FIRST_GEMM)
 
 
 def left(missed: np.ndarray, link: float, predictor: Predictor, random: np.random.Generator) -> np.ndarray:
-    """``missed`` less what guesses have brought, one layer ahead. The first layer has no guess."""
+    """Returns ``missed`` minus what guesses brought one layer ahead. The first layer has no guess."""
     wrong_mean = missed.mean() * predictor.recall * (1 - predictor.precision) / predictor.precision
     right, wrong = random.binomial(missed, predictor.recall), random.poisson(wrong_mean, missed.shape)
     remaining = missed.astype(float)
@@ -116,7 +116,7 @@ def page(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("traces", type=Path, help="folder of routing traces")
-    parser.add_argument("out", type=Path, help="folder of steps.md")
+    parser.add_argument("out", type=Path, help="folder for steps.md")
     args = parser.parse_args()
     (args.out / "steps.md").write_text(page(args.traces))
     sys.stdout.write((args.out / "steps.md").read_text())

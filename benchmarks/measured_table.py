@@ -1,7 +1,7 @@
-"""The README's table of measured times, from a section of a GPU session.
+"""Makes the README's table of measured times from a section of a GPU session.
 
-The lowest and the highest sample, in milliseconds; in brackets the ratio of medians to the server with all experts in VRAM.
-Below, what each held, and how all were started.
+Each cell gives the lowest and highest sample in milliseconds, and in brackets the ratio of medians to the server with all
+experts in VRAM. Rows below give the memory that each server held; a sentence says how all were started.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NAMES = {
 UNITS = {"decode": "decode step, batch", "prefill": "prefill, tokens:"}
 HELD = {"vram_bytes": "VRAM held, GiB", "host_available_lost_bytes": "host RAM held, GiB"}
 SUBTRACTED = "difference"
-"""A word of how older logs say that they timed decode, by two lengths of one answer. That takes both prompts to cost the same,
-which they do not where a cache fills."""
+"""Marks older logs, which timed decode as the difference between two answer lengths. That assumes that both prompts cost the
+same, which is wrong while a cache fills."""
 RESOLVED_BATCH = 16
-"""From which on the prompts matter little beside such a step."""
+"""From this batch on, the cost of prompts is small beside a step."""
 COLUMNS = 140
 
 
 def table(record: Record, *left_out: str) -> str:
-    """Of all contenders that served, but for those of these names."""
+    """Makes the table of all contenders that served, except those named in ``left_out``."""
     names = NAMES.keys() - {*left_out}
     cells = [cell for cell in serve_report.cells(record) if cell[0] in names and served(record, cell)]
     head = ["milliseconds", *(column(cell) for cell in cells)]
@@ -46,7 +46,7 @@ def table(record: Record, *left_out: str) -> str:
 
 
 def started(record: Record) -> str:
-    """How the servers were, beside their own flags."""
+    """Says how the servers were started, apart from their own flags."""
     starts, samples = (
         serve_report.count(each, noun) for each, noun in ((record["repeats"], "start"), (record["sizes"]["samples"], "sample"))
     )
@@ -55,13 +55,13 @@ def started(record: Record) -> str:
 
 
 def sizes(record: Record, kind: str) -> list[int]:
-    """Without the batches that an older log could not time."""
+    """Returns the measured sizes, without batches that an older log could not time."""
     least = RESOLVED_BATCH if kind == "decode" and SUBTRACTED in record["methods"]["decode"] else 0
     return [size for size in serve_report.sizes(record, kind) if size >= least]
 
 
 def served(record: Record, cell: Cell) -> bool:
-    """Whether it has a figure: a server that found no time left has none."""
+    """Whether the cell has a figure. A server with no time left has none."""
     return any(not point["error"] for row in serve_report.rows_of(record, cell) for point in row["points"])
 
 

@@ -1,14 +1,14 @@
-"""The planner's cost model against a run of ``serve.py``: predicted and measured time over the resident server's.
+"""Compares the planner's cost model with a run of ``serve.py``: predicted and measured time over the resident server's.
 
     python -m benchmarks.model RUN [--out FOLDER]
 
-RUN is a run's folder, or the JSON of a section of a GPU session, with the rates of the link that it measured. ``plan.speed``
-predicts each figure of this plugin: its decode step or its prefill, by the residents, slots and stream buffers that the server
-had, and the time of what it moved meanwhile. What does not cross the link is taken as fast as makes the prediction for the
-resident server what was measured, so only the cost of offloading is judged.
+RUN is a run's folder, or the JSON of a section of a GPU session with the link rates that it measured. ``plan.speed`` predicts
+each figure of this plugin (decode step or prefill) from the server's residents, slots and stream buffers, plus the time of the
+moves it made meanwhile. Everything that does not cross the link is scaled until the prediction for the resident server equals
+its measurement, so only the cost of offloading is judged.
 
-Each figure takes the hit rate that its server counted meanwhile. Rates that nothing measured are the planner's assumptions.
-The table also goes to model.log, with model.json beside it.
+Each figure uses the hit rate that its server counted meanwhile. Unmeasured rates are the planner's assumptions. The table also
+goes to model.log, with model.json beside it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from sglang_uvm_offload.plan.stage_cost import IN_PLACE, Stream
 
 GIGA = 1e9
 WITHIN = 0.10
-"""How far a prediction may be off."""
+"""The largest acceptable relative error of a prediction."""
 CHUNK = 8192
-"""SGLang's prefill chunk on a GPU of this size, where the run does not tell."""
+"""SGLang's prefill chunk on a GPU of this size, if the run does not state it."""
 RANKS = ("--tp-size", "--tp", "--tensor-parallel-size", "--pp-size", "--pp", "--pipeline-parallel-size", "--dp-size", "--dp")
-"""Arguments of a server on several GPUs."""
+"""Arguments that put a server on several GPUs."""
 OVERHEADS = ("layer_overhead_us", "latent_overhead_us", "prefill_layer_ms", "latent_prefill_layer_ms")
-"""What the planner assumes of steps beside reads and computing."""
+"""The planner's assumptions about steps other than reads and compute."""
 
 
 class NothingToCompare(Exception):
-    """The run has no figures to compare with. The message has the reason."""
+    """The run has no figures to compare with. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Served:
     """How one contender served."""
 
     rows: int
-    """Residents and slots of a layer."""
+    """Residents plus slots per layer."""
     slots: int
     stream: Stream
     chunk: int
-    """The most tokens of a prompt that one step prefills."""
+    """The most prompt tokens that one step prefills."""
 
     @classmethod
     def of(cls, record: Record, cell: serve_report.Cell, model: ModelShape) -> Served | None:
-        """From the status that its servers ended with; None if none offloads."""
+        """Reads the final status of the contender's servers. Returns None if none of them offloads."""
         rows = [row for row in serve_report.rows_of(record, cell) if row.get("offload")]
         if not rows:
             return None
@@ -77,15 +77,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Figure:
-    """One size of one contender, and what the planner predicts for it."""
+    """One size of one contender, with the planner's prediction."""
 
     kind: str
     size: int
     context: int
-    """Tokens of each request."""
+    """Tokens per request."""
     served: Served
     hit_rate: float
-    """The share of its routed tokens on residents and slots."""
+    """The share of routed tokens that residents and slots serve."""
     model: ModelShape
 
     @property
@@ -95,7 +95,7 @@ class Figure:
     def predict(self, rates: Rates, machine: Machine, assumed: Assumptions) -> Speed:
         model, served = self.model, self.served
         workload = Workload(self.context, self.size if self.decoding else 1, prompt_tokens=self.context)
-        machine = replace(machine, link_gbps=1.0)  # so that the shares of it that kernels reach are the rates
+        machine = replace(machine, link_gbps=1.0)  # so that the efficiencies below are the rates themselves
         assumed = replace(assumed, read_efficiency=rates.read, copy_efficiency=rates.copy)
         of = Case(model, machine, workload, Parallel(), Reserve(), assumed).speed_model()
         residents = served.rows - served.slots
@@ -104,8 +104,8 @@ class Figure:
         )
 
     def as_resident(self, seconds: float, rates: Rates, machine: Machine) -> tuple[Machine, Assumptions]:
-        """The machine, and assumptions, by which this takes ``seconds`` with every expert in VRAM: whatever does not cross the
-        link is faster or slower by one factor."""
+        """Returns a machine and assumptions with which this figure takes ``seconds`` with every expert in VRAM: everything that
+        does not cross the link is scaled by one factor."""
         assumed = Assumptions()
         speed = self.predict(rates, machine, assumed)
         times = (speed.resident_step_s if self.decoding else self.size / speed.resident_prefill_tokens_s) / seconds
@@ -117,7 +117,7 @@ class Figure:
         return speed.decode_step_s if self.decoding else self.size / speed.prefill_tokens_s
 
     def way(self, speed: Speed) -> str:
-        """How offloaded experts come."""
+        """How offloaded experts reach the kernels."""
         if self.decoding:
             return "slots" if self.served.slots else "in place"
         return "streamed" if speed.streamed else "in place"
@@ -125,7 +125,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure of one contender. Seconds."""
+    """One figure of one contender, in seconds."""
 
     cell: serve_report.Cell
     kind: str
@@ -141,7 +141,7 @@ class Compared:
 
 
 def compare(record: Record, model: ModelShape, rates: Rates, machine: Machine) -> list[Compared]:
-    """Every figure of this plugin's contenders that the run measured beside a resident server."""
+    """Compares every figure of this plugin that the run measured beside a resident server."""
     found = []
     for cell in serve_report.cells(record):
         served = Served.of(record, cell, model)
@@ -174,7 +174,7 @@ def one(
 
 
 def hit_rate_of(record: Record, cell: serve_report.Cell, kind: str, size: int) -> float:
-    """The share of a figure's routed tokens that residents and slots served, else that of all traffic."""
+    """Returns the share of a figure's routed tokens that residents and slots served, else that of all traffic."""
     routed, resident = (counted(record, cell, kind, size, name) for name in ("routed", "routed_resident"))
     if routed and resident is not None:
         return resident / routed
@@ -194,17 +194,16 @@ def counted(record: Record, cell: serve_report.Cell, kind: str, size: int, name:
 
 
 def chunk_of(record: Record, row: Row) -> int:
-    """By what SGLang says of the server, else by its arguments."""
+    """Returns the prefill chunk that SGLang reports, else the one in the server's arguments."""
     words = [*record["server_args"], "--chunked-prefill-size", CHUNK]
     return int(row.get("engine", {}).get("chunked_prefill_size") or words[words.index("--chunked-prefill-size") + 1])
 
 
 def machine_of(record: Record) -> Machine:
-    """The GPU of a measured run, with the planner's figures for it. Raises ``NothingToCompare``."""
+    """Returns the GPU of a measured run with the planner's figures for it. Raises ``NothingToCompare``."""
     if not record["measured"]:
         raise NothingToCompare(
-            f"the run is of {record['device']}: no GPU took part, so there is no link, no read rate and no time that the cost "
-            "model speaks of"
+            f"the run is of {record['device']}: no GPU took part, so it has no link, read rate or time that the model predicts"
         )
     if ranks := [word for word in record["server_args"] if word.split("=")[0] in RANKS]:
         raise NothingToCompare(f"its servers were given {' '.join(ranks)}: servers of one GPU are compared with the cost model")
@@ -221,7 +220,7 @@ def machine_of(record: Record) -> Machine:
 
 
 def lines(compared: Sequence[Compared], rates: Rates) -> list[str]:
-    """A line a figure, then how many are within 10 %."""
+    """Returns one line per figure, then how many are off by more than 10 %."""
     head = f"{'contender':24}{'figure':16}{'':10}{'measured':>10}{'predicted':>11}{'off':>8}"
     found = [str(rates), head]
     for each in compared:
@@ -234,7 +233,7 @@ def lines(compared: Sequence[Compared], rates: Rates) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--out", type=Path, help="folder for model.log and model.json; default: beside the run")
+    parser.add_argument("--out", type=Path, help="folder for model.log and model.json (default: beside the run)")
     wanted = parser.parse_args(arguments)
     try:
         record = serve_report.load(wanted.run)
@@ -243,7 +242,7 @@ def main(arguments: Sequence[str]) -> int:
         rates = rates_of(record.get("link", ()), machine.link_gbps, Assumptions())
         compared = compare(record, model, rates, machine)
         if not compared:
-            raise NothingToCompare("no figure of this plugin stands beside one of the resident server")
+            raise NothingToCompare("no figure of this plugin has one of the resident server to compare with")
     except NothingToCompare as reason:
         print(f"model.py: nothing to compare: {reason}")
         return 0

@@ -1,5 +1,8 @@
-"""What ``plan`` makes of published configurations, against what is stated of them: ``python -m benchmarks.model_sizes
-CONFIGS`` writes the page. CONFIGS has a folder ``OWNER--NAME`` for each model of ``model_sizes.json``."""
+"""Compares model sizes that ``plan`` derives from published configurations with stated sizes.
+
+``python -m benchmarks.model_sizes CONFIGS`` writes the page. CONFIGS has a folder ``OWNER--NAME`` for each model of
+``model_sizes.json``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((HERE / "model_sizes.json").read_text())["models"]
 OUT = HERE / "results" / "architectures" / "architectures.md"
 WITHIN = 0.02
-"""The goal for the total."""
+"""The largest relative error of a total that counts as near."""
 
 HEAD = """# Models by their config.json alone
 
@@ -37,7 +40,7 @@ checkpoint has 49,122,681,728 weights, which is what is planned.
 class Row:
     model: str
     total: float
-    """As ``active``, in billions, without what the publisher leaves out."""
+    """Weights in billions, as ``active``, without what the publisher leaves out."""
     active: float
     expert_bytes: int
     stated: dict[str, Any]

@@ -1,9 +1,9 @@
-"""The planner's speed model against published figures: ``python -m benchmarks.published CONFIGS``.
+"""Compares the planner's speed model with published figures: ``python -m benchmarks.published CONFIGS``.
 
-CONFIGS is a folder with a config.json of each model, as ``deepseek-v3.json``. ``published.json`` holds the figures, each with
-its source and what it states of its configuration. Writes ``results/published/published.md``: predicted and published, and the
-reason for each miss. A figure that is off by more than ``MISS`` and has no reason is an error. A figure that an assumption was
-fitted to is marked: it tests nothing.
+CONFIGS is a folder with each model's config.json, named like ``deepseek-v3.json``. ``published.json`` holds the figures, each
+with its source and the configuration that the source states. Writes ``results/published/published.md``: predicted and published
+values, and the reason for each miss. A prediction that is off by more than ``MISS`` without a reason is an error. Figures that
+an assumption was fitted to are marked: they test nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_uvm_offload.plan.routing_curves import hit_rates
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "published" / "published.md"
 MISS = 0.15
-"""Off by more than this, a prediction needs a reason."""
+"""A prediction with a larger relative error needs a reason."""
 SECTIONS = {
     "decode": "Decode, every expert resident",
     "prefill": "Prefill, every expert resident",
@@ -42,7 +42,7 @@ Figure = dict[str, Any]
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure and its prediction: one number, or a range of them by hit rate."""
+    """A published figure and its prediction: one number, or a range by hit rate."""
 
     figure: Figure
     predicted: tuple[float, ...]
@@ -71,7 +71,7 @@ class Models:
 
 
 def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = False) -> Speed:
-    """What the planner predicts for the configuration of ``figure``, with the usual rate of its link or the worst published."""
+    """Predicts the speed for the configuration of ``figure``, at the usual rate of its link or the worst published one."""
     model, machine = models[figure["model"]], preset(figure["machine"])
     machine = machine.slowest or machine if slow_link else machine
     machine = dataclasses.replace(machine, host_gbps=figure.get("host_gbps", 0) / figure.get("expert_bytes", 1))
@@ -91,7 +91,7 @@ def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = Fal
 
 
 def value(figure: Figure, predicted: Speed) -> float:
-    """The prediction in the figure's unit."""
+    """Converts the prediction to the figure's unit."""
     section, unit = figure["section"], figure["unit"]
     if section == "prefill":
         rate = predicted.resident_prefill_tokens_s
@@ -107,8 +107,8 @@ def value(figure: Figure, predicted: Speed) -> float:
 
 
 def compare(figure: Figure, models: Models) -> Compared:
-    """With all experts resident one number, else a range: from the lowest measured hit rate at the worst published rate of the
-    link to the highest at the usual one."""
+    """Returns one number with all experts resident, else a range: from the lowest measured hit rate at the worst published link
+    rate to the highest hit rate at the usual link rate."""
     model = models[figure["model"]]
     if "residents" not in figure:
         return Compared(figure, (value(figure, speed(figure, models, 1.0)),))
@@ -118,8 +118,8 @@ def compare(figure: Figure, models: Models) -> Compared:
 
 
 def implied_share(figure: Figure, models: Models) -> float:
-    """The share of the host memory's nominal rate at which a CPU engine reads experts, if the rest of the step is as
-    predicted."""
+    """Returns the share of the host memory's nominal rate at which a CPU engine reads experts, if the rest of the step takes as
+    long as predicted."""
     predicted = speed(figure, models, 1.0)
     beside = speed(figure | {"host_gbps": 1e12}, models, 1.0).cpu_engine_step_s
     reading = predicted.cpu_engine_step_s - beside
@@ -127,7 +127,7 @@ def implied_share(figure: Figure, models: Models) -> float:
 
 
 def unexplained(compared: Sequence[Compared]) -> list[str]:
-    """Figures whose miss has no reason."""
+    """Lists figures whose miss has no reason."""
     return [each.figure["what"] for each in compared if each.missed and "miss" not in each.figure]
 
 
@@ -160,7 +160,7 @@ def row(each: Compared, sources: dict[str, str], models: Models) -> str:
 
 
 def summary(compared: Sequence[Compared]) -> str:
-    """How far off the decode steps are, where no assumption was fitted to them, and how optimistic the worst prefill is."""
+    """Says how far off decode steps are that no assumption was fitted to, and how optimistic the worst prefill is."""
     judged = [each for each in compared if "fitted" not in each.figure and each.figure["section"] in ("decode", "own")]
     ratios = [each.ratios[0] for each in judged]
     near = sum(not each.missed for each in judged)
@@ -212,7 +212,7 @@ NOT_COMPARED = (
 
 
 def read(configs: Path) -> tuple[dict[str, Any], Models, list[Compared]]:
-    """``published.json``, its models, and each of its figures with the prediction."""
+    """Reads ``published.json`` and its models, and predicts each of its figures."""
     content = json.loads((HERE / "published.json").read_text())
     models = Models(configs, content["models"])
     return content, models, [compare(figure, models) for figure in content["figures"]]

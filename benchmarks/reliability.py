@@ -1,5 +1,5 @@
-"""The page on faults, long runs and bad input, made of what ``scripts/faults.sh``, ``scripts/soak.sh`` and ``scripts/fuzz.sh``
-have tried; ``python -m benchmarks.reliability`` makes it again."""
+"""Writes the page on faults, long runs and bad input from the results of ``scripts/faults.sh``, ``scripts/soak.sh`` and
+``scripts/fuzz.sh``: ``python -m benchmarks.reliability``."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def fuzzed(fuzz: dict[str, Any]) -> str:
 
 
 def committed() -> str:
-    """The page of the results that are there."""
+    """Makes the page from the committed results."""
     parts = [json.loads(path.read_text()) if path.exists() else None for path in (SOAK, FUZZ)]
     return markdown(json.loads(RESULTS.read_text()), *parts)
 
@@ -134,7 +134,7 @@ def write_page() -> None:
 
 
 def write(outcomes: Outcomes, out: Path | None = None) -> None:
-    """Only the JSON, to ``out`` if that is given."""
+    """Writes the results and the page; with ``out``, only the results, to that file."""
     rows = sorted(outcomes, key=lambda each: (each["where"], each["kind"], each["phase"], each["what"]))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     (out or RESULTS).write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

@@ -1,21 +1,26 @@
-"""Hit rates of measured routing, for the planner: ``python -m benchmarks.routing_curves TRACE.npz...``
+"""Computes hit rates of measured routing for the planner: ``python -m benchmarks.routing_curves TRACE.npz...``
 
-Writes ``sglang_uvm_offload/plan/routing_curves.json``, which ships with the package: for each trace and number of concurrent
-requests, the share of a layer's activations that residents serve, by the share of experts that is resident. Traces that
-``SOURCES`` does not name are refused: a shipped figure needs its source.
+Writes ``sglang_uvm_offload/plan/routing_curves.json``, which ships with the package. For each trace and number of concurrent
+requests it gives the share of a layer's activations that residents serve, by the share of experts that are resident. Traces
+that ``SOURCES`` does not name are refused: a shipped figure needs a source.
 
-Requests are served as ``replay`` serves them: the first half warms up, the second half is judged, so no request chose the
-residents that it is judged with. *warmup* keeps the experts with the most activations in the first half
-(``--expert-offload-adapt warmup``); *continuous* is the shipped policy; *slots* divides the same VRAM between those of *warmup*
-and slots, as ``--expert-offload-slots auto`` does without a profile: all slots, with so few experts; *other* keeps those of
-another trace of the same model, and *other_slots* has slots beside them, filled by that trace at first. An activation is one
-token's use of one expert in one layer: tokens of a step that share an expert count each, because the planner derives from it
-how many distinct experts a step misses.
+Requests are served as ``replay`` serves them: the first half warms up and the second half is judged, so no request helped to
+choose the residents that it is judged with.
 
-``draft_token_weight`` is what a further token of the same request is worth against an independent one, when four
-successive tokens are served as one step (as if drafted): it makes the planner's formula miss as many experts as the trace does.
-So does ``expert_skew``, for steps of a token each of up to 16 requests, anywhere in them: how unevenly they choose among
-offloaded experts.
+* *warmup* keeps the experts with the most activations in the first half (``--expert-offload-adapt warmup``).
+* *continuous* is the shipped policy.
+* *slots* divides the same VRAM between the residents of *warmup* and slots, as ``--expert-offload-slots auto`` does without a
+  profile. With so few experts, all of it goes to slots.
+* *other* keeps the residents of another trace of the same model.
+* *other_slots* adds slots, which that other trace filled first.
+
+An activation is one token's use of one expert in one layer. Tokens of a step that share an expert count separately, because the
+planner derives from activations how many distinct experts a step misses.
+
+``draft_token_weight`` weighs a further token of the same request against an independent one, when four successive tokens are
+served as one step (as if drafted). ``expert_skew`` says how unevenly tokens choose among offloaded experts, in steps with one
+token from each of up to 16 requests at random positions. Each is fitted so that the planner's formula misses as many experts as
+the trace does.
 """
 
 from __future__ import annotations
@@ -44,17 +49,17 @@ OUT = Path(__file__).resolve().parents[1] / "sglang_uvm_offload" / "plan" / "rou
 RESIDENCIES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 BATCHES = (1, 4, 16, 64)
 SKEWED, SKEWED_STEPS = 16, 1000
-"""Requests of a step, and steps, for the skew."""
+"""Requests per step and number of steps for ``expert_skew``."""
 DRAFTED = 4
-"""Tokens of a step that verifies drafts."""
+"""Tokens in a step that verifies drafts."""
 ESFT = "deepseek-ai/ESFT results/expert_scores at commit 579a7711, MIT"
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa")
-"""The model types whose experts are like DeepSeek's: many small ones, of which a token uses 6 or 8, beside a shared one."""
+"""Model types with experts like DeepSeek's: many small ones, 6 or 8 per token, and a shared one."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a trace is from, and the model types that its model stands for."""
+    """Where a trace comes from, and the model types that it represents."""
 
     model: str
     families: tuple[str, ...]
@@ -74,7 +79,7 @@ SOURCES = {
 
 
 def uses(trace: Trace, steps: np.ndarray) -> np.ndarray:
-    """``int16[steps, layers, experts]``: how many tokens of each step use each expert."""
+    """Returns ``int16[steps, layers, experts]``: how many tokens of each step use each expert."""
     counts = np.zeros((len(steps), trace.num_layers, trace.num_experts), dtype=np.int16)
     layers = np.arange(trace.num_layers)[None, :, None]
     for slot in range(steps.shape[1]):
@@ -84,13 +89,13 @@ def uses(trace: Trace, steps: np.ndarray) -> np.ndarray:
 
 
 def most_used(activated: np.ndarray, residents: int) -> np.ndarray:
-    """``bool[layers, experts]``: the ``residents`` of each layer with the most activations."""
+    """Returns ``bool[layers, experts]``: each layer's ``residents`` experts with the most activations."""
     nothing = np.zeros(activated.shape[1:], dtype=bool)
     return top(activated.sum(axis=0, dtype=float), np.full(len(nothing), residents), nothing, ~nothing)
 
 
 def hit_rate(policy: ReplayPolicy, warmup: np.ndarray, scored: np.ndarray, counts: np.ndarray) -> float:
-    """The share of the scored uses ``counts`` that ``policy`` serves from VRAM, after the warm-up steps."""
+    """Returns the share of the scored activations ``counts`` that ``policy`` serves from VRAM after the warm-up steps."""
     for activated in warmup:
         policy.step(activated)
     served = sum(int(count[policy.step(activated).hit].sum()) for activated, count in zip(scored, counts, strict=True))
@@ -98,7 +103,7 @@ def hit_rate(policy: ReplayPolicy, warmup: np.ndarray, scored: np.ndarray, count
 
 
 def with_slots(activated: np.ndarray, rows: int) -> SlotCache:
-    """``rows`` of VRAM in each layer: slots, and the most activated experts."""
+    """Divides each layer's ``rows`` in VRAM between slots and the most activated experts."""
     layers, experts = activated.shape[1:]
     slots = Slots(None).of(rows, experts)
     return SlotCache((layers, experts), slots, most_used(activated, rows - slots))
@@ -114,7 +119,7 @@ def policies(workload: Workload, residency: float) -> dict[str, ReplayPolicy]:
 
 
 def curves(name: str, trace: Trace, batches: Sequence[int] = BATCHES) -> Iterator[dict[str, Any]]:
-    """One for each number of requests that the judged half of the trace can run at once."""
+    """Yields a curve for each number of requests that the judged half of the trace can run at once."""
     judged = trace.split(0.5)[1]
     for batch in (batch for batch in batches if batch <= len(judged)):
         workload = Workload.of(trace, batch)
@@ -127,7 +132,7 @@ def curves(name: str, trace: Trace, batches: Sequence[int] = BATCHES) -> Iterato
 
 
 def other(traces: dict[str, Trace], model: str) -> Iterator[dict[str, Any]]:
-    """Residents of one trace, judged on the second half of another of the same model: the mean over all pairs."""
+    """Judges residents of one trace on the second half of another trace of the same model: the mean over all pairs."""
     names = [name for name in traces if SOURCES[name].model == model]
     if len(names) < 2:
         return
@@ -176,7 +181,7 @@ def expert_skew(trace: Trace, residency: float = 0.5) -> float:
 
 
 def independent_tokens(missed: float, choices: float, offloaded: int) -> float:
-    """How many independent tokens, each with ``choices`` among the ``offloaded`` experts, miss as many of them."""
+    """Returns how many independent tokens, each choosing ``choices`` of the ``offloaded`` experts, miss ``missed`` of them."""
     low, high = 0.0, 1000.0
     while high - low > 1e-6:
         middle = (low + high) / 2
@@ -222,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text_of(content: dict[str, Any]) -> str:
-    """JSON with a line for each trace and curve, so that a change shows."""
+    """Formats JSON with one line per trace and curve, for readable diffs."""
     traces = ",\n".join(f"  {json.dumps(name)}: {json.dumps(trace)}" for name, trace in content["traces"].items())
     lines = ",\n".join(f"  {json.dumps(curve)}" for curve in content["curves"])
     head = f'"made_by": {json.dumps(content["made_by"])},\n"residencies": {json.dumps(content["residencies"])}'

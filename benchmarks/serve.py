@@ -1,11 +1,11 @@
-"""Measures a whole server beside every other way to serve the same checkpoint on the same budget of VRAM.
+"""Measures this plugin's server against every other way to serve the same checkpoint in the same VRAM budget.
 
     python -m benchmarks.serve                                   # a tiny checkpoint on a CPU: equality and accounting only
     python -m benchmarks.serve --model FOLDER --device cuda --residency 0.78,0.5 --repeats 2
 
-For each contender of ``contenders.py`` and each residency a real server in turn, and again for each repeat (A B A B), with
-the same requests in the same order. A contender that cannot serve is a row with its reason. The result is a folder:
-``run.json``, the servers' logs, and ``report.md``. See benchmarks/README.md.
+Starts a real server for each contender of ``contenders.py`` and each residency in turn, and all again for each repeat
+(A B A B). All get the same requests in the same order. A contender that cannot serve gets a row with the reason. The result is
+a folder with ``run.json``, the servers' logs and ``report.md``. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ SIZES = Sizes(
     answer_tokens=36,
     warmup_tokens=2048,
 )
-"""A figure that a model cannot serve, such as a prompt that is too long for it, is a row with its reason."""
+"""A size that a model cannot serve, such as a prompt that is too long, gets a row with the reason."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; on a CPU a tiny one is written if none is given")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}; resident always is")
-    parser.add_argument("--residency", type=shares, default=[0.5], help="shares of the experts in VRAM: 0.78,0.5")
-    parser.add_argument("--repeats", type=int, default=2, help="servers of each contender, in turns (A B A B)")
-    parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON", help=f"instead of {SIZES}")
-    parser.add_argument("--server-args", default="", help="further arguments for every server: '--attention-backend triton'")
-    parser.add_argument("--minutes", type=float, default=120, help="begin nothing after this")
+    parser.add_argument("--model", type=Path, help="checkpoint folder (default on a CPU: writes a tiny checkpoint)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}; resident always runs")
+    parser.add_argument("--residency", type=shares, default=[0.5], help="shares of experts in VRAM, such as 0.78,0.5")
+    parser.add_argument("--repeats", type=int, default=2, help="servers per contender, in turns (A B A B)")
+    parser.add_argument("--sizes", type=json.loads, default={}, metavar="JSON", help=f"sizes to change (default: {SIZES})")
+    parser.add_argument("--server-args", default="", help="more arguments for all servers, as '--attention-backend triton'")
+    parser.add_argument("--minutes", type=float, default=120, help="start nothing new after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="default benchmarks/results/serve/DATE-DEVICE")
     wanted = parser.parse_args(arguments)
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def shares(text: str) -> list[float]:
-    """Such as "0.78,0.5"."""
+    """Parses shares such as "0.78,0.5"."""
     found = [float(word) for word in text.split(",")]
     if not all(0 <= each <= 1 for each in found):
         raise argparse.ArgumentTypeError(f"{text!r}: must be numbers from 0 to 1, separated by commas")
@@ -73,7 +73,7 @@ def shares(text: str) -> list[float]:
 
 
 def problems(wanted: argparse.Namespace) -> list[str]:
-    """All that is wrong with the arguments."""
+    """Lists everything that is wrong with the arguments."""
     found = []
     if unknown := [name for name in wanted.contenders if name not in CONTENDERS]:
         found.append(f"--contenders {','.join(unknown)}: there are {', '.join(CONTENDERS)}")
@@ -106,7 +106,7 @@ def tiny_checkpoint(folder: Path) -> Path:
 
 
 def prompts_for(model: Path, seed: int) -> PromptIds:
-    """Requests that walk different parts of the trace that a checkpoint of ``trace_checkpoint.py`` replays; else random."""
+    """Returns prompts that walk different parts of the trace if the checkpoint replays one, else random prompts."""
     if (model / "walk.npz").is_file():
         from benchmarks.trace_walk import Walk
 
@@ -117,7 +117,7 @@ def prompts_for(model: Path, seed: int) -> PromptIds:
 
 def main(arguments: Sequence[str]) -> int:
     wanted = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server that runs is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running server is ended too
     device = wanted.device or device_here()
     with tempfile.TemporaryDirectory(prefix="serve-") as scratch:
         if device != "cpu" and wanted.model is None:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         model = (wanted.model or tiny_checkpoint(Path(scratch) / "tiny-qwen3-moe")).absolute()
         out = wanted.out or default_out(device)
         if (out / "run.json").exists():
-            print(f"serve.py: {out} holds a run already; give another folder with --out", file=sys.stderr)
+            print(f"serve.py: {out} already holds a run; choose another folder with --out", file=sys.stderr)
             return 2
         measured = Run(
             model=model,

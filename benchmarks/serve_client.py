@@ -1,6 +1,6 @@
-"""The requests to a server under measurement: the same token ids for all, greedy, to a fixed length, every wait bounded.
+"""Sends the measured requests: the same token ids to every server, greedy, fixed length, with a limit on every wait.
 
-METHODS explains how each figure is measured. All times are seconds as this client sees them, over HTTP on the same machine.
+METHODS explains how each figure is measured. Times are seconds as this client sees them, over HTTP on the same machine.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ METHODS = {
 }
 
 PromptIds = Callable[[int, int], list[int]]
-"""The token ids of request number i, of a given length."""
+"""Returns the token ids of request number i with a given length."""
 
 
 STREAMED_EACH = 4
-"""Requests of a batch up to which each token is sent at once: of more, the pieces would take SGLang longer than the step."""
+"""Up to this batch every token is streamed at once. With more requests, sending would take SGLang longer than the step."""
 NOT_RESOLVED = "not resolved"
-"""How a failure begins that is of the clock's: the server has answered."""
+"""Prefix of failures to time an answer: the server did answer."""
 
 
 class PointFailed(Exception):
-    """The server did not answer, or sent another kind of answer. The message is one line."""
+    """The server did not answer, or answered with something unexpected. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """One server. ``seconds`` bounds each call."""
+    """A client of one server. ``seconds`` limits each call."""
 
     url: str
     seconds: float
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """The new token ids of each prompt, which are sent as one batch."""
+        """Sends the prompts as one batch and returns the new token ids of each."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         answers = self._call("/generate", {"input_ids": prompts, "sampling_params": sampling})
         found = [answer["output_ids"] for answer in answers]
@@ -55,8 +55,8 @@ class Client:
         return found
 
     def streamed(self, prompts: list[list[int]], new_tokens: int, every: int = 1) -> Iterator[tuple[int, int]]:
-        """The fewest and the most new tokens that any of the prompts has so far, as the pieces of their answers arrive, of
-        ``every`` so many tokens. They are sent as one batch."""
+        """Sends the prompts as one batch and streams answers in pieces of ``every`` tokens. As pieces arrive, yields the fewest
+        and the most new tokens of any prompt so far."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, "stream_interval": every}
         arrived = [0] * len(prompts)
         for piece in self._pieces("/generate", {"input_ids": prompts, "sampling_params": sampling, "stream": True}):
@@ -74,13 +74,13 @@ class Client:
         return info
 
     def state(self) -> dict[str, Any]:
-        """What the first rank reports of itself."""
+        """The state that the first rank reports."""
         states = self.server_info().get("internal_states") or [{}]
         first: dict[str, Any] = states[0]
         return first
 
     def offload(self) -> dict[str, Any]:
-        """The plugin's status of its first rank; empty without it."""
+        """The plugin's status on the first rank; empty without the plugin."""
         return self.state().get("expert_offload") or {}
 
     def _call(self, path: str, body: Any) -> Any:
@@ -88,12 +88,12 @@ class Client:
             return answer.json()
 
     def _pieces(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        """Those of a stream of server-sent events, up to its end."""
+        """Yields the pieces of a stream of server-sent events."""
         end = time.monotonic() + self.seconds
         with self._answer(path, body, stream=True) as answer:
             for line in answer.iter_lines():
                 if time.monotonic() > end:
-                    raise PointFailed(f"no whole answer within {self.seconds:g} s")
+                    raise PointFailed(f"no complete answer within {self.seconds:g} s")
                 if line.startswith(b"data: ") and line != b"data: [DONE]":
                     yield json.loads(line[len(b"data: ") :])
 
@@ -116,8 +116,8 @@ def _one_line(text: str) -> str:
 
 
 def random_prompts(vocabulary: int, seed: int) -> PromptIds:
-    """Request i is the same ids for whoever asks, and a longer one begins like a shorter one. Ids 0 (often the end of a text)
-    and beyond 256 in small vocabularies of bytes are left out."""
+    """Returns random but fixed prompts: request i always has the same ids, and a longer one starts with the shorter one. Leaves
+    out id 0 (often end-of-text), and ids above 256 in small byte vocabularies."""
     high = min(vocabulary, 257) if vocabulary <= 512 else vocabulary
 
     def ids(request: int, length: int) -> list[int]:
@@ -128,7 +128,7 @@ def random_prompts(vocabulary: int, seed: int) -> PromptIds:
 
 @dataclass
 class Timed:
-    """Repeats of one figure. ``extra`` holds what else was seen meanwhile."""
+    """The repeats of one figure. ``extra`` holds what else was counted meanwhile."""
 
     samples: list[float]
     extra: dict[str, float] = field(default_factory=dict)
@@ -141,17 +141,17 @@ class Sizes:
     batches: tuple[int, ...]
     prompts: tuple[int, ...]
     prompt_tokens: int
-    """Of each request of a decoded batch."""
+    """Prompt length of each request in a decode batch."""
     short: int
-    """New tokens of an answer after which its steps are timed."""
+    """New tokens after which the steps of an answer are timed."""
     long: int
     samples: int
     answers: int
-    """Single requests whose answers are compared."""
+    """Number of single requests whose answers are compared."""
     answer_tokens: int
     warmup_tokens: int
     long_answers: tuple[int, ...] = ()
-    """Prompts of further requests whose answers are compared."""
+    """Prompt lengths of further requests whose answers are compared."""
 
     @property
     def most_tokens(self) -> int:
@@ -161,8 +161,8 @@ class Sizes:
 
 
 def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
-    """Ask for everything once, and decode until ``warmup_tokens`` have passed; the number of tokens that have. Points that a
-    server refuses are left to their own rows."""
+    """Requests every size once, then decodes until ``warmup_tokens`` have passed. Returns how many tokens have. Sizes that the
+    server refuses show in their own rows."""
     tokens = 0
 
     def ask(batch: int, length: int, new: int) -> None:
@@ -180,16 +180,16 @@ def warm(client: Client, prompts: PromptIds, sizes: Sizes) -> int:
         raise PointFailed("no warm-up request was answered")
     while tokens < sizes.warmup_tokens:
         ask(max(sizes.batches), sizes.prompt_tokens, sizes.long)
-    ask(1, sizes.prompt_tokens, sizes.long)  # residents are chosen before the step that follows
+    ask(1, sizes.prompt_tokens, sizes.long)  # residents are selected before the next step
     return tokens
 
 
 Counters = Callable[[], dict[str, float]] | None
-"""What the server has counted so far, such as the bytes of experts read over the link; None where it counts nothing."""
+"""Returns the server's counters, such as bytes of experts read over the link; None if it counts nothing."""
 
 
 def timed(client: Client, prompts: list[list[int]], new: int, counters: Counters) -> dict[str, float]:
-    """``seconds`` of one batch, and what was counted meanwhile. The counters are read outside the time."""
+    """Returns the ``seconds`` of one batch and what was counted meanwhile. Counters are read outside the timed interval."""
     before = counters() if counters else {}
     start = time.perf_counter()
     client.generate(prompts, new)
@@ -199,14 +199,14 @@ def timed(client: Client, prompts: list[list[int]], new: int, counters: Counters
 
 
 def medians(figures: list[dict[str, float]]) -> Timed:
-    """The seconds of all, the medians of the rest."""
+    """Keeps all seconds, and the medians of everything else."""
     names = figures[0].keys() - {"seconds"}
     extra = {name: statistics.median(each[name] for each in figures) for name in sorted(names)}
     return Timed([each["seconds"] for each in figures], extra)
 
 
 def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counters: Counters = None) -> Timed:
-    """Seconds a token of a batch, of streamed answers to requests that nothing asked before; what was counted in one step."""
+    """Times a batch per token, by streamed answers to requests that were never sent before, and counts one step."""
     first = max(sizes.batches) + sum(each * (sizes.samples + 1) for each in sizes.batches if each < batch)
 
     def asked(sample: int) -> list[list[int]]:
@@ -214,17 +214,17 @@ def decode(client: Client, prompts: PromptIds, batch: int, sizes: Sizes, counter
 
     samples = [step_seconds(client, asked(sample), sizes) for sample in range(sizes.samples)]
     if statistics.median(samples) <= 0:
-        raise PointFailed(f"{NOT_RESOLVED}: {sizes.long} tokens came no later than {sizes.short}; ask for more with --tokens")
+        raise PointFailed(f"{NOT_RESOLVED}: {sizes.long} tokens came no later than {sizes.short}; use more tokens")
     return Timed(samples, step_counts(client, asked(sizes.samples), sizes, counters) if counters else {})
 
 
 def step_seconds(client: Client, prompts: list[list[int]], sizes: Sizes) -> float:
-    """From when all requests have ``short`` tokens to when the first one has all of its, over the tokens of each between."""
+    """Returns seconds per step, from when all requests have ``short`` tokens to when the first one has all of its tokens."""
     steps: list[tuple[float, int]] = []
     together = True
     for least, most in client.streamed(prompts, sizes.long, 1 if len(prompts) <= STREAMED_EACH else sizes.short):
         if together and least >= sizes.short and (not steps or least > steps[-1][1]):
-            steps.append((time.perf_counter(), least))  # the last of them has arrived
+            steps.append((time.perf_counter(), least))  # every request has ``least`` tokens
             together = most < sizes.long
     if len(steps) < 2:
         raise PointFailed(f"{NOT_RESOLVED}: the requests of a batch did not decode together")
@@ -235,11 +235,11 @@ def step_seconds(client: Client, prompts: list[list[int]], sizes: Sizes) -> floa
 def step_counts(
     client: Client, prompts: list[list[int]], sizes: Sizes, counters: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
-    """What was counted a step, of decode steps alone: the counters are read amid an answer, which nothing times, and after it.
-    Empty where no step was counted between."""
+    """Returns counts per decode step. The counters are read during an answer that is not timed, and after it. Empty if no step
+    was counted between."""
     before: dict[str, float] = {}
     for least, _ in client.streamed(prompts, sizes.long):
-        if least and not before:  # all prompts are computed
+        if least and not before:  # all prompts are prefilled
             before = counters()
     after = counters()
     steps = after.pop("steps") - before.pop("steps")
@@ -247,12 +247,12 @@ def step_counts(
 
 
 def prefill(client: Client, prompts: PromptIds, length: int, sizes: Sizes, counters: Counters = None) -> Timed:
-    """Seconds of a prompt of ``length`` tokens and one new one, and what was counted."""
+    """Times prompts of ``length`` tokens with one new token, and counts."""
     return medians([timed(client, [prompts(sample, length)], 1, counters) for sample in range(sizes.samples)])
 
 
 def answers(client: Client, prompts: PromptIds, sizes: Sizes) -> list[list[int]]:
-    """The token ids that single requests of several lengths are answered with."""
+    """Returns the answers, as token ids, to single requests of several lengths."""
     lengths = [max(1, sizes.prompt_tokens * (1 + request % 4) // 4) for request in range(sizes.answers)]
     asked = enumerate([*lengths, *sizes.long_answers])
     return [client.generate([prompts(1000 + i, length)], sizes.answer_tokens)[0] for i, length in asked]

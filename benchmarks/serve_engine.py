@@ -1,4 +1,4 @@
-"""What SGLang chose for a server, by its own account: backends, and which of its steps ran as CUDA graphs."""
+"""What SGLang reports about a server: its backends, and which steps ran as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CAPTURED = re.compile(r"Capture \S+ (?:prefill|decode) CUDA graph end\..*")
 
 
 def describe(state: dict[str, Any], log: str) -> dict[str, Any]:
-    """``state`` is that of one rank in ``/server_info``. Of decoded batches SGLang logs one in some tens."""
+    """``state`` is one rank's state in ``/server_info``. SGLang logs only one decode batch in several tens."""
     batches = {"prefill": {"graph": 0, "eager": 0}, "decode": {"graph": 0, "eager": 0}}
     for phase, graph in BATCH.findall(log):
         batches[phase.lower()]["graph" if graph == "True" else "eager"] += 1

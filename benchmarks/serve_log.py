@@ -1,4 +1,4 @@
-"""Logs of servers: what ended one, and how they are kept in a result."""
+"""Server logs: why a server ended, and how logs are stored in a result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_BYTES = 8 << 10
-"""Larger logs are kept compressed."""
+"""Larger logs are stored compressed."""
 
 _RAISED = re.compile(r"^(?:\[[^\]]*\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Failure): .+)$")
 _REFUSED = re.compile(r"\berror: (.+)$")
@@ -19,17 +19,17 @@ _ECHO = re.compile(r"scheduler died|exit ?code|Received sigquit|resource_tracker
 
 
 def loads(log: str) -> list[float]:
-    """How long ranks built and loaded their models, in seconds by SGLang's account, in the order of their lines."""
+    """Returns how long each rank took to build and load its model, in seconds as SGLang logs them, in log order."""
     return [float(seconds) for seconds in _LOADED.findall(log)]
 
 
 def load_seconds(log: str) -> float | None:
-    """Of the first rank that says so; None where none does."""
+    """Returns the load time of the first rank that logs one; None if none does."""
     return next(iter(loads(log)), None)
 
 
 def last_meaningful_line(log: str) -> str:
-    """What ended a server: the last exception or refusal in its log that is not another process's echo of it."""
+    """Returns why a server ended: the last exception or refusal in its log that is not another process's echo of it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     found = [match.group(1) for line in lines if (match := _RAISED.match(line) or _REFUSED.search(line))]
     found = [text for text in found if not _ECHO.search(text)]
@@ -37,7 +37,7 @@ def last_meaningful_line(log: str) -> str:
 
 
 def keep(text: str, path: Path, model: Path, server_folder: Path) -> str:
-    """Write a log to ``path`` without this machine's paths, compressed if it is large; the file's name."""
+    """Writes a log to ``path`` without this machine's paths, compressed if large. Returns the file's name."""
     text = without_paths(text, model, server_folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(text) <= LOG_BYTES:

@@ -1,4 +1,4 @@
-"""What a server takes of its machine: host RAM and CPU time of its process tree, and VRAM."""
+"""Measures what a server uses: host RAM and CPU time of its process tree, and VRAM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants; empty once it is gone."""
+    """Returns the process and its descendants; empty if the process is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -21,8 +21,8 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def host_bytes(pid: int) -> int:
-    """Proportional set size of the tree. Host pages of managed memory belong to the driver and are not in it: where there is a
-    GPU, what the machine lost (``available_bytes`` before and after) is the better figure."""
+    """Returns the tree's proportional set size. It excludes host pages of managed memory, which belong to the driver. On a GPU
+    machine, the drop in ``available_bytes`` is the better figure."""
     total = 0
     for process in tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -35,7 +35,7 @@ def available_bytes() -> int:
 
 
 def vram_bytes() -> int | None:
-    """VRAM in use on the first GPU, by whoever; None where no nvidia-smi answers."""
+    """Returns VRAM in use on the first GPU, by any process; None if nvidia-smi does not answer."""
     answer = _nvidia_smi("--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0")
     number = answer.split("\n")[0].strip()
     return int(number) * MIB if number.isdecimal() else None
@@ -50,7 +50,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 class Bill:
-    """What a server takes beyond what the machine had taken before it was started."""
+    """What a server uses beyond what was in use before it started."""
 
     def __init__(self) -> None:
         self.available = available_bytes()

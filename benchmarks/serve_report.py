@@ -1,9 +1,9 @@
-"""The report of a run of ``serve.py``: tables in Markdown. Pure: JSON in, files out.
+"""Writes the report of a run of ``serve.py`` as Markdown tables. Pure: JSON in, files out.
 
     python -m benchmarks.serve_report FOLDER              # writes FOLDER/report.md beside its run.json
     python -m benchmarks.serve_report SECTION.json OUT    # the same from a section of a GPU session
 
-Ratios are of medians: every repeat and sample of a contender against those of the resident server in the same run.
+Ratios are ratios of medians over all repeats and samples: a contender's over the resident server's in the same run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 FORMAT = 1
 RUN_BYTES = 64 << 20
-"""A run's JSON is some hundred kilobytes; nothing larger is read."""
+"""Larger files are not read: a run's JSON is some hundred kilobytes."""
 Record = dict[str, Any]
 Row = dict[str, Any]
 Cell = tuple[str, float]
@@ -28,11 +28,11 @@ NO_SPEED = (
 
 
 class NotARun(ValueError):
-    """A file that holds no run. The message names it and the reason."""
+    """The file holds no run. The message names the file and the reason."""
 
 
 def load(path: Path) -> Record:
-    """The run in a folder's ``run.json``, or in the JSON of a section of a GPU session."""
+    """Loads a run from a folder's ``run.json``, or from the JSON of a section of a GPU session."""
     path = path / "run.json" if path.is_dir() else path
     if not path.is_file():
         raise NotARun(f"{path}: no such file; a run is a folder with a run.json")
@@ -50,8 +50,8 @@ def load(path: Path) -> Record:
 
 
 def from_section(section: Record, path: Path) -> Record:
-    """The runs of a section's parts as one, and what it measured of the link. Each part has its own resident server, so its
-    repeats are numbered on."""
+    """Merges the runs of a section's parts and adds the link rates that it measured. Each part has its own resident server, so
+    repeats are numbered consecutively over the parts."""
     merged: Record = {}
     repeats = 0
     for part in section["parts"].values():
@@ -73,7 +73,7 @@ def from_section(section: Record, path: Path) -> Record:
 
 
 def cells(record: Record) -> list[Cell]:
-    """Contenders and residencies in the order in which they were served."""
+    """Returns contenders with residencies, in the order they were served."""
     return list(dict.fromkeys((row["contender"], row["residency"]) for row in record["rows"]))
 
 
@@ -82,7 +82,7 @@ def rows_of(record: Record, cell: Cell) -> list[Row]:
 
 
 def samples(record: Record, cell: Cell, kind: str, size: int) -> list[float]:
-    """Every sample of one figure, over all repeats."""
+    """Returns every sample of one figure over all repeats."""
     return [
         sample
         for row in rows_of(record, cell)
@@ -93,7 +93,7 @@ def samples(record: Record, cell: Cell, kind: str, size: int) -> list[float]:
 
 
 def ratio(record: Record, cell: Cell, kind: str, size: int) -> tuple[float, float, float] | None:
-    """(ratio of medians, lowest and highest ratio of one repeat): the time over the resident server's. None where either has
+    """Returns the time over the resident server's: (ratio of medians, lowest and highest ratio of a repeat). None if either has
     no figure."""
     mine, theirs = samples(record, cell, kind, size), samples(record, RESIDENT, kind, size)
     if not mine or not theirs:
@@ -113,7 +113,7 @@ def sizes(record: Record, kind: str) -> list[int]:
 
 
 def failures(record: Record) -> list[tuple[str, str]]:
-    """(where, why) of everything that was not served, each reason once."""
+    """Returns (where, why) for everything that was not served, each reason once."""
     found: dict[str, str] = {}
     for row in record["rows"]:
         name = cell_name((row["contender"], row["residency"]))
@@ -130,7 +130,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def line(row: Row) -> str:
-    """One line for whoever watches."""
+    """Formats a row as one line of progress output."""
     name = f"repeat {row['repeat']}, {cell_name((row['contender'], row['residency']))}"
     if row["error"]:
         return f"{name}: FAILED: {row['error']}"
@@ -182,7 +182,7 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def summary_table(record: Record) -> list[str]:
-    """Equality, start, and memory. Every cell is a line, served or not."""
+    """Makes the table of equality, start-up and memory, with one line per cell, served or not."""
     body = []
     for cell in cells(record):
         rows = rows_of(record, cell)
@@ -213,12 +213,12 @@ MEMORY = {"host_pss_bytes": "host RAM, processes", "vram_bytes": "VRAM", "host_a
 
 
 def memory_columns(record: Record) -> int:
-    """Where no GPU took part, the processes' memory is all there is: what the machine lost is others' too."""
+    """Without a GPU only the processes' memory counts: the machine's loss includes other programs."""
     return 3 if record["measured"] else 1
 
 
 def ratio_table(record: Record, kind: str, unit: str) -> list[str]:
-    """The resident server's own time in the first line, ratios below it."""
+    """Makes a table with the resident server's time in the first line and ratios below."""
     found = sizes(record, kind)
     body = []
     for cell in cells(record):
@@ -235,7 +235,8 @@ def ratio_table(record: Record, kind: str, unit: str) -> list[str]:
 
 
 def read_table(record: Record) -> list[str]:
-    """Bytes of offloaded experts that the plugin counted, at least: an expert counts once a step. Empty without any."""
+    """Makes the table of bytes of offloaded experts that the plugin counted: a lower bound, because an expert counts once per
+    step. Empty if there are none."""
     found = sizes(record, "decode")
     body = []
     for cell in cells(record):
@@ -262,7 +263,7 @@ def size_text(nbytes: float | None) -> str:
 
 
 def write(folder: Path, source: Path | None = None) -> None:
-    """``report.md`` of the run in ``source``, by default the folder itself."""
+    """Writes ``report.md`` of the run in ``source``, by default the folder itself."""
     record = load(source or folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(markdown(record))

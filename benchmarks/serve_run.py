@@ -1,4 +1,4 @@
-"""A run: each contender's server in turn, from its start to its end, and the row with its results."""
+"""Runs each contender's server in turn, from start to end, and records a row of results for each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 NO_TIME = "no time left in this run"
 GRACE_SECONDS = 60
-"""After the deadline nothing is begun; what runs may end."""
+"""After the deadline nothing new starts; what is running may finish within this time."""
 OFFLOAD_FIGURES = (
     *("backend", "num_layers", "num_experts", "resident_experts", "offloaded_experts", "resident_bytes", "offloaded_bytes"),
     *("plain_bytes", "tokens", "warmup_done", "hit_rate", "zero_copy_bytes", "streamed_bytes"),
@@ -42,7 +42,7 @@ OFFLOAD_FIGURES = (
 
 @dataclass
 class Run:
-    """What is measured, and what has been found so far."""
+    """What to measure, and the results so far."""
 
     model: Path
     out: Path
@@ -54,11 +54,11 @@ class Run:
     prompts: PromptIds
     server_args: list[str] = field(default_factory=list)
     ahead_seconds: float = 0
-    """In which all servers of a repeat import SGLang side by side, before the first has its turn; 0: each does in its turn."""
+    """Time for all servers of a repeat to import SGLang in parallel before the first turn; 0: each imports in its own turn."""
     start_seconds: float = patience(240)
     point_seconds: float = patience(300)
     deadline: float = float("inf")
-    """On ``time.monotonic``."""
+    """By ``time.monotonic``."""
     served: Callable[[Row], None] = lambda row: print(serve_report.line(row), flush=True)
     """Called with each row once it is complete."""
     rows: list[Row] = field(default_factory=list)
@@ -72,8 +72,8 @@ class Run:
 
 
 def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All cells, a repeat after the other; ``run.json`` is written after each. ``record`` is the result of
-    ``describe``, if there is one already. Raises ``CheckpointError``."""
+    """Serves all cells, repeat by repeat, and writes ``run.json`` after each cell. ``record`` is the result of ``describe``, if
+    it exists already. Raises ``CheckpointError``."""
     model = shape_of(wanted.model)
     (wanted.out / "logs").mkdir(parents=True, exist_ok=True)
     record = record or describe(wanted, model)
@@ -96,7 +96,7 @@ def run(wanted: Run, record: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def describe(wanted: Run, model: ModelShape) -> dict[str, Any]:
-    """Everything of the run's record but its rows."""
+    """Returns the run's record without its rows."""
     machine = environment(wanted.device)
     config = json.loads((wanted.model / "config.json").read_text())
     return {
@@ -132,7 +132,7 @@ def describe(wanted: Run, model: ModelShape) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def imported(wanted: Run, turns: Sequence[tuple[Contender, Budget]]) -> Iterator[dict[int, Server]]:
-    """The servers that have imported SGLang ahead, by their turn. Those that are left in the dict at the end never served."""
+    """Yields the servers that imported SGLang ahead, by turn. Those left in the dict at the end never served."""
     servers: dict[int, Server] = {}
     if wanted.ahead_seconds:
         for turn, (contender, budget) in enumerate(turns):
@@ -148,8 +148,8 @@ def imported(wanted: Run, turns: Sequence[tuple[Contender, Budget]]) -> Iterator
 
 
 def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int, ahead: Server | None = None) -> Row:
-    """One contender at one budget, from the start of its server (or its turn, if that was started ahead) to its end. Whatever
-    goes wrong is in the row."""
+    """Serves one contender at one budget, from the start of its server (or of its turn, if it started ahead) to its end. Any
+    failure is recorded in the row."""
     row: Row = {"contender": contender.name, "residency": budget.residency, "repeat": repeat, "error": None, "points": []}
     row["note"] = contender.on_cpu if wanted.on_cpu else ""
     try:
@@ -185,7 +185,7 @@ def serve_cell(wanted: Run, contender: Contender, budget: Budget, repeat: int, a
 
 
 def start_of(wanted: Run, own: dict[str, Any]) -> Server:
-    """The server of one cell, not yet started. All contenders get the same arguments beside their own."""
+    """Returns the server of one cell, not yet started. All contenders get the same arguments besides their own."""
     common: dict[str, Any] = {
         "max_total_tokens": wanted.sizes.most_tokens + 256,
         "max_running_requests": max(wanted.sizes.batches),
@@ -193,10 +193,10 @@ def start_of(wanted: Run, own: dict[str, Any]) -> Server:
         "skip_server_warmup": True,
         "random_seed": 1,
     }
-    # On a CPU speed means nothing, and threads that wait for each other starve where others want the cores too.
+    # On a CPU speed means nothing, and threads that wait for each other starve on a busy machine.
     place: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1"}} if wanted.on_cpu else {"device": wanted.device}
     if wanted.on_cpu and any(CONTENDERS[name].slots for name in wanted.contenders):
-        place["env"]["SHIM_EXPERTS"] = "triton"  # of all servers alike: slots serve no other kernel
+        place["env"]["SHIM_EXPERTS"] = "triton"  # for all servers alike: slots work with no other kernel
     server = Server(wanted.model, on_cpu=wanted.on_cpu, seconds=longest_start(wanted), **place, **common, **own)
     server.command += wanted.server_args
     return server
@@ -207,7 +207,7 @@ def longest_start(wanted: Run) -> float:
 
 
 def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, bill: serve_meter.Bill, row: Row) -> None:
-    """Fill the row's figures. Raises ``PointFailed`` if this contender has no figures."""
+    """Measures the row's figures. Raises ``PointFailed`` if this contender has none."""
     assert server.process is not None
     pid, sizes = server.process.pid, wanted.sizes
     client = Client(server.url, min(wanted.point_seconds, wanted.left() + GRACE_SECONDS))
@@ -241,7 +241,7 @@ def measure(wanted: Run, contender: Contender, budget: Budget, server: Server, b
 
 
 def check_offload(client: Client, contender: Contender, budget: Budget, row: Row) -> None:
-    """The plugin offloads, and has chosen its residents if the contender makes it."""
+    """Checks that the plugin offloads, and that it selected residents if the contender has it do so."""
     state = client.offload()
     if not state.get("num_layers"):
         raise PointFailed("the server answers, but nothing is offloaded: the plugin is not active in it")
@@ -253,8 +253,8 @@ def check_offload(client: Client, contender: Contender, budget: Budget, row: Row
 
 
 def counted(client: Client) -> dict[str, float]:
-    """Totals of the steps, of the bytes of offloaded experts that they brought over the link (read in place, streamed or filled
-    into slots), of routed tokens and those that residents and slots served, of moves, and of what slots did."""
+    """Returns totals: steps, bytes of offloaded experts that crossed the link (read in place, streamed or filled into slots),
+    routed tokens, those that residents and slots served, moves, and slot activity."""
     state = client.offload()
     slots = state.get("slots") or {}
     return {
@@ -274,7 +274,7 @@ def offload_figures(client: Client) -> dict[str, Any]:
 
 
 def compare(mine: list[list[int]] | None, reference: list[list[int]] | None) -> Row:
-    """Whether the token ids are the reference's, and where they first differ: request, position, both tokens."""
+    """Returns whether the token ids equal the reference's, and the first difference: request, position, both tokens."""
     if mine is None or reference is None:
         return {"same": None, "requests": 0, "first_difference": None}
     for request, (ours, theirs) in enumerate(zip(mine, reference, strict=True)):
@@ -289,19 +289,19 @@ def compare(mine: list[list[int]] | None, reference: list[list[int]] | None) -> 
 
 
 def keep_log(wanted: Run, server: Server, name: str) -> str:
-    """Put the server's log into the result; its name there."""
+    """Stores the server's log in the result. Returns its name there."""
     text = server.log if server.log_path.exists() else ""
     return f"logs/{serve_log.keep(text, wanted.out / 'logs' / name, wanted.model, server.folder)}"
 
 
 def reasons(row: Row) -> list[str]:
-    """Every error of the row."""
+    """Lists every error of the row."""
     points = [point["error"] for point in row["points"]]
     return [reason for reason in [row["error"], *points] if reason]
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:
-    """The old file stays until the new one is whole."""
+    """Replaces the old file only once the new one is complete."""
     part = out / "run.json.part"
     part.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(part, out / "run.json")
@@ -313,7 +313,7 @@ def environment(device: str) -> dict[str, Any]:
             [sys.executable, "-m", "benchmarks.gpu.environment"], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         if answer.returncode:
-            raise SystemExit("serve.py: --device cuda: the GPU cannot be described; on a machine without one give --device cpu")
+            raise SystemExit("serve.py: --device cuda: no GPU information; use --device cpu on a machine without a GPU")
         described: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
         return described
     return {

@@ -1,18 +1,18 @@
-"""How long servers take to start, with and without this plugin, and what of the disk's and the memory's rate loading reaches.
+"""Measures how long servers take to start, with and without this plugin, and how close loading gets to disk and memory rates.
 
     python -m benchmarks.start [--model FOLDER] [--ranks 1,2,4] [--repeats 2] [--device cuda] [--out results/start]
 
-For each number of tensor-parallel ranks, repeat, and state of the page cache (``cold``: the checkpoint's files are dropped from
-it; ``warm``: read just before), plain SGLang starts, then the same server with half of its experts offloaded, and with a warm
-cache once more with the profile that an earlier server saved (*restarted*). All are timed alike. *load* is by SGLang's own
-account ("Load weight end") of the slowest rank: from building the model until all weights are post-processed. *ready* is by the
-client: from starting the process until ``/health`` answers. The phases are the plugin's.
+For each number of tensor-parallel ranks, each repeat and each state of the page cache (``cold``: without the checkpoint's
+files; ``warm``: just read), plain SGLang starts, then the same server with half of its experts offloaded. With a warm cache, a
+third server starts with the profile that an earlier server saved (*restarted*). All are timed alike. *load* is what SGLang logs
+for the slowest rank ("Load weight end"): from building the model until all weights are post-processed. *ready* is what the
+client sees: from starting the process until ``/health`` answers. The phases are the plugin's.
 
-Three rates are taken in the same run to compare with: what threads read from the files in pieces of 16 MiB, with a cold cache;
-and what as many threads as ranks copy from memory to memory whose pages are there, and to new pages, as a load must. The rate
-of a load is the checkpoint's bytes by its time, so it includes all that is not reading.
+The same run measures three rates for comparison: threads that read the files in pieces of 16 MiB with a cold cache, and as many
+threads as ranks that copy memory to existing pages, and to new pages, as a load must. The rate of a load is the checkpoint's
+bytes over its time, so it includes everything besides reading.
 
-Without ``--model``, a checkpoint is written first and removed at the end: 3 layers in the shape of Qwen3-30B-A3B, 3.7 GB.
+Without ``--model``, it writes a checkpoint first and removes it at the end: 3 layers in the shape of Qwen3-30B-A3B, 3.7 GB.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ LAYERS, POSITIONS = 3, 64
 PIECE = 16 << 20
 READERS = 4
 COPIED = 1 << 29
-"""Bytes that each thread copies for the memory's rate."""
+"""Bytes that each thread copies to measure the memory rate."""
 COPIES = 4
 CASES = (("cold", "plain"), ("cold", "offloaded"), ("warm", "plain"), ("warm", "offloaded"), ("warm", "restarted"))
-"""Of one repeat: the page cache and the server."""
+"""(page cache, server) of one repeat."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One server's start. Seconds."""
+    """One server's start, in seconds."""
 
     ranks: int
     cache: str
@@ -61,16 +61,16 @@ class Start:
     load: float
     ready: float
     phases: list[list[dict[str, Any]]]
-    """Of each rank that reports them, as in its status; empty without the plugin."""
+    """Phases of each rank that reports them, as in its status; empty without the plugin."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """1e9 bytes a second."""
+    """Rates in 1e9 bytes per second."""
 
     disk: float
     memory: dict[int, float]
-    """By the number of threads."""
+    """Rate by number of threads."""
     new_pages: dict[int, float]
 
 
@@ -79,7 +79,7 @@ def shards(model: Path) -> list[Path]:
 
 
 def read_all(model: Path) -> float:
-    """Read the checkpoint by ``READERS`` threads in large pieces; bytes a second."""
+    """Reads the checkpoint with ``READERS`` threads in large pieces. Returns bytes per second."""
 
     def read_one(path: Path) -> int:
         piece, total = bytearray(PIECE), 0
@@ -95,7 +95,7 @@ def read_all(model: Path) -> float:
 
 
 def copy_rate(threads: int, new_pages: bool = False) -> float:
-    """What ``threads`` copy together between buffers, of which the target has its pages or gets them; bytes a second."""
+    """Copies buffers with ``threads`` threads, to existing or to new pages. Returns bytes per second over all threads."""
     copies = 1 if new_pages else COPIES
     sources = [torch.ones(COPIED, dtype=torch.uint8) for _ in range(threads)]
     targets = [torch.empty(COPIED, dtype=torch.uint8) for _ in range(threads)]
@@ -133,7 +133,7 @@ def rates(model: Path, ranks: Sequence[int], repeats: int) -> Rates:
 
 
 def learn(model: Path, profile: Path, flags: dict[str, Any], on_cpu: bool) -> None:
-    """Have a server save its profile."""
+    """Runs a server that saves its profile."""
     half = shape_of(model).num_experts // 2
     with Server(model, on_cpu=on_cpu, expert_offload_num_resident=half, expert_offload_profile=profile, **flags) as running:
         running.post("/generate", {"input_ids": list(range(1, 33)), "sampling_params": {"max_new_tokens": 32}})
@@ -147,7 +147,7 @@ def start(model: Path, profile: Path, ranks: int, cache: str, server: str, flags
     offload: dict[str, Any] = {} if server == "plain" else {"expert_offload_num_resident": shape_of(model).num_experts // 2}
     if server == "restarted":
         offload["expert_offload_profile"] = profile
-    # On a CPU SGLang binds each rank to one core: more threads there only wait for one another.
+    # On a CPU SGLang binds each rank to one core, where more threads only wait for one another.
     env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if on_cpu else {}
     began = time.perf_counter()
     with Server(model, on_cpu=on_cpu, env=env, tp_size=ranks, **offload, **flags) as running:

@@ -1,15 +1,15 @@
-"""Write a checkpoint that real servers load like a real one, and whose routing replays a measured trace.
+"""Writes a checkpoint that servers load like any other and whose routing replays a measured trace.
 
     python -m benchmarks.trace_checkpoint qwen3-30b-a3b benchmarks/gpu/routing_trace.npz OUT --quant fp8 --layers 16
 
-Decoding walks the trace: each token stands for one of its positions, routes in every layer to the experts recorded there,
-and is followed by a token of the next position. ``trace_weights.py`` has the method; ``trace_walk.py`` chooses the part of
-the trace and makes prompts; ``routing_overlay.py`` lays a trace over a model of other sizes. Beside the checkpoint,
-``walk.npz`` is what is replayed, itself a trace.
+Decoding walks the trace: each token stands for one position, routes in every layer to the experts recorded there, and is
+followed by a token of the next position. ``trace_weights.py`` explains the method; ``trace_walk.py`` selects the part of the
+trace and makes prompts; ``routing_overlay.py`` maps a trace to a model of other sizes. ``walk.npz`` beside the checkpoint is
+the replayed trace.
 
-Weights are random and vocabularies small, as the walk needs them; there is no drafting layer, and experts are not chosen from
-groups of experts (``n_group`` is 1). The other sizes are the models', of DeepSeek-V3 those of one of 8 tensor-parallel ranks.
-With fp8, routed and shared experts are block-FP8, the rest is bfloat16.
+Weights are random and vocabularies small, as the walk needs them. There is no draft layer and no expert grouping (``n_group``
+is 1). The other sizes are the model's own, for DeepSeek-V3 those of one of 8 tensor-parallel ranks. With fp8, routed and
+shared experts are block-FP8 and the rest is bfloat16.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ SHARD_BYTES = 1 << 30
 
 
 class Refused(ValueError):
-    """The checkpoint is not written; the message has every reason."""
+    """The checkpoint was not written. The message gives every reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is written: a family of ``make_checkpoint`` with sizes, and where its config differs from that family's."""
+    """A family of ``make_checkpoint`` with sizes, and where its config differs from the family's."""
 
     family: str
     shape: Shape
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     follows_trace: bool = False
-    """It has as many experts as the trace, and as many a token."""
+    """Whether the number of experts and top-k are the trace's."""
 
     def sized(self, trace: Trace, layers: int | None) -> Model:
         shape = dataclasses.replace(self.shape, layers=self.shape.layers if layers is None else layers)
@@ -57,7 +57,7 @@ class Model:
         return dataclasses.replace(self, shape=shape)
 
     def configured(self, vocabulary: int, quant: str | None) -> dict[str, Any]:
-        """config.json."""
+        """Returns the content of config.json."""
         config = make_checkpoint.FAMILIES[self.family].config(self.shape)
         config |= {"torch_dtype": "bfloat16", "vocab_size": vocabulary, "num_nextn_predict_layers": 0}
         config |= {"n_group": 1, "topk_group": 1} | self.config
@@ -67,7 +67,7 @@ class Model:
         return config
 
     def not_converted(self, config: dict[str, Any]) -> list[str]:
-        """Everything but experts."""
+        """Lists the modules that stay unquantised: everything but experts."""
         dense = config.get("first_k_dense_replace", 0)
         modules = [f"model.layers.{layer}.self_attn" for layer in range(self.shape.layers)]
         modules += [f"model.layers.{layer}.mlp" + ".gate" * (layer >= dense) for layer in range(self.shape.layers)]
@@ -104,7 +104,7 @@ MODELS = {
 
 
 class Shards:
-    """Writes tensors as they come, in files of about SHARD_BYTES, and the index that names them all."""
+    """Writes tensors as they come, in files of about SHARD_BYTES, and then the index."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -134,7 +134,7 @@ class Shards:
 
 
 def walk_for(model: Model, trace: Trace, positions: int | None, stretch: int) -> Walk:
-    """The trace's ``positions`` (by default as many as half of the hidden dimensions) laid over the model's MoE layers."""
+    """Maps ``positions`` positions of the trace (by default half the hidden size) to the model's MoE layers."""
     shape = model.shape
     if positions is None:
         positions = min(shape.hidden // 2, available(trace, stretch))
@@ -149,7 +149,7 @@ def walk_for(model: Model, trace: Trace, positions: int | None, stretch: int) ->
 
 
 def dense_layers(model: Model) -> int:
-    """The first layers, which have no experts."""
+    """Returns how many of the first layers have no experts."""
     return int(model.configured(0, None).get("first_k_dense_replace", 0))
 
 
@@ -160,7 +160,7 @@ def check_layers(model: Model) -> None:
 
 
 def check_bytes(model: Model, vocabulary: int, quant: str | None, free: int) -> None:
-    """Refuse what is larger than MAX_BYTES or than the ``free`` bytes of the disk."""
+    """Refuses a checkpoint larger than MAX_BYTES or than the ``free`` bytes on the disk."""
     needed, room = sum(info.nbytes for info in tensors_of(model.configured(vocabulary, quant))), min(MAX_BYTES, free)
     if needed > room:
         where = "a checkpoint may have" if room == MAX_BYTES else "the disk has free"
@@ -180,12 +180,12 @@ def write(
     stretch: int = STRETCH,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint to the folder ``out``, which must be new or empty, and return it.
+    """Writes the checkpoint to the folder ``out``, which must be new or empty, and returns it.
 
-    Raises ``Refused``, ``WalkError`` or ``OverlayError`` before anything is written."""
+    Raises ``Refused``, ``WalkError`` or ``OverlayError`` before it writes anything."""
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Refused(f"{folder} is there already; name a new or empty folder")
+        raise Refused(f"{folder} already exists; name a new or empty folder")
     model = model.sized(trace, layers)
     check_layers(model)
     walk = walk_for(model, trace, positions, stretch)
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("shape", choices=sorted(MODELS), metavar="SHAPE", help=", ".join(MODELS))
     parser.add_argument("trace", type=Path, metavar="TRACE.npz", help="ids[token, layer, k], seq_len, num_experts")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; must be new or empty")
     parser.add_argument("--quant", choices=("fp8",), help="experts as block-FP8 (default: bfloat16)")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers, dense ones included (default: the model's)")
     parser.add_argument("--positions", type=int, metavar="V", help="tokens to walk (default: half of the hidden size)")

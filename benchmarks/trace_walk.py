@@ -1,8 +1,8 @@
-"""The walk through a measured trace that a checkpoint of ``trace_checkpoint.py`` takes: its positions, tokens and prompts.
+"""The walk through a measured trace that a checkpoint of ``trace_checkpoint.py`` replays: positions, tokens and prompts.
 
-A walk is a trace whose tokens are the checkpoint's *positions*: position p routes to ``routing.ids[p]`` in each MoE layer, and
-its successor is p + 1; after the last position comes the first. Every position has ``ALIASES`` tokens that route alike. The
-model's answer at p is one of those of p + 1: which one is up to what the experts compute.
+A walk is a trace whose tokens are the checkpoint's *positions*. Position p routes to ``routing.ids[p]`` in each MoE layer and
+is followed by p + 1; the first position follows the last. Every position has ``ALIASES`` tokens that route alike. At p the
+model generates one of the tokens of p + 1; what the experts compute decides which.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from sglang_uvm_offload.routing.trace import Trace, TraceError
 FILE = "walk.npz"
 ALIASES = 4
 TEXT_TOKENS = 320
-"""The byte-level tokens that come before the positions' in the vocabulary; each routes like some position."""
+"""Byte-level tokens, which precede the positions' tokens in the vocabulary. Each routes like some position."""
 STRETCH = 128
 
 
 class WalkError(ValueError):
-    """The trace cannot be walked; the message has the reason."""
+    """The trace cannot be walked. The message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """``routing``: one token a position, one request a stretch that was cut from one measured request."""
+    """``routing`` has one token per position, and one request per stretch that was cut from a measured request."""
 
     routing: Trace
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Walk:
-        """The walk of the checkpoint in ``folder``."""
+        """Loads the walk of the checkpoint in ``folder``."""
         return cls(Trace.load(Path(folder) / FILE))
 
     @property
@@ -43,31 +43,31 @@ class Walk:
 
     @property
     def starts(self) -> np.ndarray:
-        """The first position of each stretch, int64."""
+        """The first position of each stretch, ``int64[stretches]``."""
         return np.cumsum(self.routing.seq_len) - self.routing.seq_len
 
     @property
     def vocabulary(self) -> int:
-        """Tokens, rounded up to what every kernel takes."""
+        """Tokens in the vocabulary, rounded up to a size that every kernel accepts."""
         return -(-(TEXT_TOKENS + self.positions * ALIASES) // 64) * 64
 
     def tokens(self, positions: np.ndarray, aliases: np.ndarray) -> np.ndarray:
         return TEXT_TOKENS + positions % self.positions * ALIASES + aliases
 
     def position_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Where each token of the vocabulary stands; text stands somewhere too."""
+        """Returns the position of each token. Byte-level tokens have one too."""
         position = (tokens - TEXT_TOKENS) // ALIASES
         return np.where(tokens < TEXT_TOKENS, tokens, position) % self.positions
 
     def experts_of(self, tokens: np.ndarray) -> np.ndarray:
-        """``ids[token, layer, k]``: where the model routes these tokens."""
+        """Returns ``ids[token, layer, k]``: the experts that these tokens route to."""
         return self.routing.ids[self.position_of(tokens)]
 
     def prompt_ids(self, request: int, length: int) -> list[int]:
-        """A prompt of ``length`` tokens whose answer walks stretch ``request`` from its first position on.
+        """Returns a prompt of ``length`` tokens whose answer walks stretch ``request`` from its first position.
 
-        The prompt walks the positions before it. Requests beyond the number of stretches start further on in one of them, and
-        no two requests begin with the same tokens."""
+        The prompt walks the positions before that. Requests beyond the number of stretches start later in one of them. No two
+        requests begin with the same tokens."""
         if length < 1:
             raise WalkError(f"a prompt must have at least 1 token, not {length}")
         stretch, again = request % len(self.starts), request // len(self.starts)
@@ -76,7 +76,7 @@ class Walk:
         return self.tokens(np.arange(start - length, start), aliases).tolist()
 
     def texts(self) -> list[str]:
-        """The text of each position's tokens, in the order of their ids."""
+        """Returns the text of each position's tokens, by token id."""
         return [f"<{position}{letter}>" for position in range(self.positions) for letter in "abcd"[:ALIASES]]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -84,10 +84,10 @@ class Walk:
 
 
 def cut(trace: Trace, positions: int, stretch: int = STRETCH) -> Trace:
-    """``positions`` tokens of a trace, in stretches of at most ``stretch`` that each are the begin of a request.
+    """Cuts ``positions`` tokens from a trace, in stretches of at most ``stretch`` from the beginning of a request each.
 
-    Requests are taken in an order drawn once, the same each time, so that few of many are a fair sample. Raises ``WalkError``
-    where the trace holds too few such tokens, or tokens that a model cannot route as recorded."""
+    Requests come in a random but fixed order, so that a few of many are a fair sample. Raises ``WalkError`` if the trace has
+    too few such tokens, or tokens that a model cannot route as recorded."""
     if positions < 2 or stretch < 1:
         raise WalkError(f"a walk needs at least 2 positions in stretches of at least 1, not {positions} of {stretch}")
     begins = np.cumsum(trace.seq_len) - trace.seq_len
@@ -109,7 +109,7 @@ def cut(trace: Trace, positions: int, stretch: int = STRETCH) -> Trace:
 
 
 def check_routable(ids: np.ndarray) -> None:
-    """A router picks as many different experts for every token."""
+    """Raises ``WalkError`` unless every token has k different experts, as a router picks them."""
     ordered = np.sort(ids, axis=-1)
     absent = (ids < 0).any(axis=(1, 2))
     double = (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2)) & ~absent
@@ -121,12 +121,12 @@ def check_routable(ids: np.ndarray) -> None:
 
 
 def available(trace: Trace, stretch: int = STRETCH) -> int:
-    """How many positions ``cut`` can take."""
+    """Returns how many positions ``cut`` can take."""
     return int(np.minimum(trace.seq_len, stretch).sum())
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a file. Raises ``WalkError`` with the file's name where it holds none."""
+    """Loads a trace. Raises ``WalkError`` with the file's name if it holds none."""
     try:
         return Trace.load(path)
     except (TraceError, OSError) as problem:

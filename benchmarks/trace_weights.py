@@ -1,16 +1,16 @@
-"""What the tensors of a checkpoint hold whose routing is a walk through a trace (``trace_walk``).
+"""Makes the tensors of a checkpoint whose routing walks a trace (``trace_walk``).
 
-The residual stream is divided. Its first dimensions, the *code*, say at which position the token stands: a token's embedding
-is large in the dimension of its position and 0 in the others. Whatever writes to the stream later (attention, MLPs, shared and
-routed experts) writes zeros there, so the code reaches every layer as it was embedded, up to the positive factor of the norm.
+The residual stream is divided. Its first dimensions, the *code*, encode the token's position: its embedding is large in the
+dimension of the position and 0 in the others. Attention, MLPs, shared and routed experts write zeros there, so the code reaches
+every layer as embedded, up to the positive factor of the norm.
 
-* A router reads the code alone. For each position it scores the k experts of the trace highest, in the trace's order, by one
-  product each, so no rounding or order of summation can change which are picked. A correction bias is too small to.
-* The head reads the code too: the tokens of the next position are far ahead of all others. Which of these aliases is picked is
-  up to the other dimensions, where experts and attention write: a wrong expert gives other tokens, but no other routing.
+* A router reads only the code. For each position it scores the trace's k experts highest, in the trace's order. Each score is a
+  single product, so neither rounding nor summation order can change the choice, and the correction bias is too small to.
+* The head reads the code too, and puts the tokens of the next position far ahead of all others. The other dimensions, where
+  experts and attention write, decide between these aliases. A wrong expert so changes tokens but not routing.
 
-The other dimensions have random weights, scaled so that the experts' part is about twice as large as the embedding and the
-attention's, at any depth: nothing overflows or drowns.
+The other dimensions have random weights, scaled so that at any depth the experts contribute about twice as much as embedding
+and attention: nothing overflows or vanishes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from benchmarks.trace_walk import ALIASES, TEXT_TOKENS, Walk
 from scripts.make_checkpoint import block_fp8
 from sglang_uvm_offload.plan.safetensors_header import TensorInfo
 
-CODE_BLOCK = 128  # the code takes whole blocks of FP8, whose other rows then keep their precision
-TOP_LOGIT = 4.0  # of the first expert of a token, where the stream has unit RMS
-LAST_LOGIT = 0.6  # of the last one, as a share of the first one's; those that are not picked have 0
-CORRECTION = 0.02  # at most; a sigmoid's scores of picked and other experts differ by more than 0.1
+CODE_BLOCK = 128  # the code takes whole FP8 blocks, so that other rows keep their precision
+TOP_LOGIT = 4.0  # a token's first expert, with the stream at unit RMS
+LAST_LOGIT = 0.6  # a token's last expert, as a share of the first one's; experts that are not picked have 0
+CORRECTION = 0.02  # the maximum; sigmoid scores of picked and other experts differ by more than 0.1
 
 EMBEDDED = 0.5  # RMS of the embedding beside the code
 ATTENDED = 0.8  # gain of attention and dense MLPs over all layers
-EXPERTS = 7.0  # of routed experts: a token's k add up to about a fifth of what one of them writes
+EXPERTS = 7.0  # routed experts: a token's k sum to about a fifth of what one of them writes
 SPREAD = 2.0  # expected RMS beside the code after the last layer
 
-NEXT_LOGIT = 30.0  # of the tokens of the next position
-ALIAS_LOGIT = 2.0  # standard deviation of what tells aliases apart; bfloat16 resolves 0.125 at NEXT_LOGIT
+NEXT_LOGIT = 30.0  # tokens of the next position
+ALIAS_LOGIT = 2.0  # standard deviation between aliases; bfloat16 resolves 0.125 at NEXT_LOGIT
 
 SIGN = {torch.bfloat16: (torch.int16, -0x8000), torch.float8_e4m3fn: (torch.uint8, 0x80)}
 _EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
@@ -46,12 +46,12 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def code_size(positions: int) -> int:
-    """Dimensions of the stream that ``positions`` take."""
+    """Returns how many dimensions of the stream ``positions`` take."""
     return -(-positions // CODE_BLOCK) * CODE_BLOCK
 
 
 class TraceWeights:
-    """Tensors for a ``config`` (as in config.json) whose routing is ``walk``; the same ``seed``, the same tensors."""
+    """Tensors for ``config`` (as in config.json) that route by ``walk``. The same ``seed`` gives the same tensors."""
 
     def __init__(self, config: Mapping[str, Any], walk: Walk, seed: int = 0):
         self.walk = walk
@@ -65,7 +65,7 @@ class TraceWeights:
         self.blocks: dict[str, ExpertBlocks] = {}
 
     def __call__(self, info: TensorInfo) -> dict[str, torch.Tensor]:
-        """The tensor that ``info`` describes, with the scales of its blocks where it is FP8; none for the scales themselves."""
+        """Makes the tensor of ``info``, with its block scales if it is FP8. Returns nothing for the scales themselves."""
         name = info.name
         if name.endswith(".weight_scale_inv"):
             return {}
@@ -96,7 +96,7 @@ class TraceWeights:
         return table.bfloat16()
 
     def head(self, info: TensorInfo) -> torch.Tensor:
-        """Logits for the positions' tokens only: text and what fills up the vocabulary are never generated."""
+        """Gives logits to the positions' tokens only: byte-level and padding tokens are never generated."""
         rest = self.hidden - self.code
         scale = math.sqrt((self.code + rest * SPREAD**2) / self.hidden)  # what the last norm divides by
         table = self.random(info.name, *info.shape, std=ALIAS_LOGIT * scale / (math.sqrt(rest) * SPREAD))
@@ -136,7 +136,7 @@ class TraceWeights:
         return {info.name: weight.bfloat16()}
 
     def block(self, projection: str, info: TensorInfo) -> ExpertBlocks:
-        """What the experts' ``projection`` is drawn from, made at its first use."""
+        """Returns what the experts' ``projection`` is drawn from, made on first use."""
         if projection not in self.blocks:
             out, into = info.shape
             down = projection == "down_proj"
@@ -149,8 +149,8 @@ class TraceWeights:
 
 
 class ExpertBlocks:
-    """Matrices that all differ, drawn as fast as memory is written: one random ``[out, in]``, with the signs of whole rows and
-    columns drawn for each, and with each scale of FP8 drawn from 0.75 to 1.25 times its own. Zeros stay zeros."""
+    """Draws distinct matrices at memory speed from one random ``[out, in]``: each flips the signs of random rows and columns
+    and multiplies each FP8 scale by 0.75 to 1.25. Zeros stay zeros."""
 
     def __init__(self, weight: torch.Tensor, fp8: bool):
         quantised = block_fp8("", weight) if fp8 else {".weight": weight.bfloat16()}
@@ -160,7 +160,7 @@ class ExpertBlocks:
         self.bits = quantised[".weight"].view(self.bits_dtype)
 
     def draw(self, key: str, name: str) -> dict[str, torch.Tensor]:
-        """The matrix of ``key`` as ``name``, with its scales."""
+        """Draws the matrix of ``key`` as tensor ``name``, with its scales."""
         chance = generator(key)
         rows, columns = (
             torch.randint(2, (size,), generator=chance, dtype=self.bits_dtype) * self.sign for size in self.bits.shape

@@ -1,1 +1,1 @@
-"""A GPU session: sections of parts, which measure, and the goals that judge their rows (``scripts/gpu_session.sh``)."""
+"""The GPU session (``scripts/gpu_session.sh``): sections whose parts measure, and goals that judge the measured rows."""

@@ -1,4 +1,4 @@
-"""The part that asks of the GPU what a launcher asks before it starts its ranks."""
+"""The part that queries the GPU as a launcher does before it starts its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_uvm_offload.cuda.device import call_driver, free_vram, problems_of, 
 
 
 def canary(rows: Rows) -> None:
-    """A context of a launcher would take VRAM beside its ranks for as long as they serve."""
+    """Checks that a launcher's queries leave no context, which would hold VRAM for as long as its ranks serve."""
     problems = problems_of([0])
     began = time.perf_counter()
     problems += canary_problems((0,))
@@ -29,7 +29,7 @@ def canary(rows: Rows) -> None:
 
 
 def has_context() -> bool:
-    """Whether this process has a context on the first GPU (``cuDevicePrimaryCtxGetState``, which makes none)."""
+    """Whether this process has a context on the first GPU (``cuDevicePrimaryCtxGetState`` does not create one)."""
     start_driver()
     error, _, active = driver.cuDevicePrimaryCtxGetState(call_driver(driver.cuDeviceGet, 0))
     if error != driver.CUresult.CUDA_SUCCESS:

@@ -1,7 +1,7 @@
-"""Lets the SGLang that ``scripts/gpu_bundle.sh`` carries find kernels that were compiled on another machine.
+"""Lets the SGLang in the bundle of ``scripts/gpu_bundle.sh`` find kernels that were compiled on another machine.
 
-SGLang 0.5.23 looks for a compiled kernel by its own sources, and by the host's compiler and the headers of the system and of
-CUDA too (``sglang/kernels/jit/utils/compile/cache.py``), which are others where the kernel was compiled. Those may differ here.
+SGLang 0.5.23 identifies a compiled kernel by its sources, the host compiler, and the system's and CUDA's headers
+(``sglang/kernels/jit/utils/compile/cache.py``). On another machine all but the sources differ; this module accepts that.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 OF_THE_MACHINE = ("sys", "toolkit")
-"""What SGLang calls the system's and CUDA's headers in the list that lies beside a kernel."""
+"""SGLang's names for the system's and CUDA's headers in the list beside a kernel."""
 
 
 def serve(cache: Any) -> None:
-    """``cache`` is SGLang's module: its ``find_prebuilt`` then also takes a kernel of the same name and the same sources."""
+    """Patches SGLang's module ``cache``: its ``find_prebuilt`` also accepts a kernel of the same name and sources."""
     here = cache.find_prebuilt
 
     def find_prebuilt(*, scope: Path, module_name: str) -> Path | None:
@@ -26,7 +26,7 @@ def serve(cache: Any) -> None:
 
 
 def of_these_sources(cache: Any, folder: Path) -> bool:
-    """Whether every source of the kernel in ``folder`` is here and is the same."""
+    """Whether every source of the kernel in ``folder`` exists here unchanged."""
     sources = [each for each in cache._read_deps(folder) or () if each.root not in OF_THE_MACHINE]
     current, changed = cache._refresh(sources)
     return bool(sources) and current is not None and not changed

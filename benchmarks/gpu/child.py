@@ -1,4 +1,4 @@
-"""Processes that the session starts: each is bounded in time, and nothing that it started outlives it."""
+"""Child processes of the session. Each has a time limit, and nothing that it started outlives it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from typing import IO
 from scripts.harness.process import adopt_orphans, die_with_parent, kill_group
 
 KILL_SECONDS = 10
-"""In which what was killed must be gone."""
+"""Seconds in which killed processes must be gone."""
 
 
 class ChildFailure(Exception):
-    """It ended with an error, or had to be killed. The message is one line."""
+    """The child failed or had to be killed. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Ended:
     status: int | None
-    """None: it was killed at the end of its time."""
+    """The exit status; None if it was killed at its time limit."""
     stuck: bool
-    """Whether something that was killed is still there: a process in the middle of a driver's call may never end."""
+    """Whether a killed process is still there: one inside a driver call may never end."""
 
 
 def run(command: Sequence[str], seconds: float, stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> Ended:
-    """Waits for the process, kills it after ``seconds``, and kills whatever it leaves. Returns at most KILL_SECONDS later."""
+    """Runs ``command``, kills it after ``seconds``, and kills whatever it leaves. Returns at most KILL_SECONDS later."""
     with adopted() as family:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=die_with_parent)
         try:
@@ -45,8 +45,8 @@ def run(command: Sequence[str], seconds: float, stdout: IO[str] | None = None, s
 
 
 def output(command: Sequence[str], seconds: float, stderr: IO[str] | None = None) -> str:
-    """What it printed. Raises ``ChildFailure``."""
-    with tempfile.TemporaryFile("w+") as told:  # a pipe would be waited for as long as anyone holds it
+    """Returns what ``command`` printed. Raises ``ChildFailure``."""
+    with tempfile.TemporaryFile("w+") as told:  # a pipe would block for as long as any process holds it
         ended = run(command, seconds, told, stderr)
         told.seek(0)
         text = told.read()
@@ -57,14 +57,14 @@ def output(command: Sequence[str], seconds: float, stderr: IO[str] | None = None
 
 
 class Family:
-    """The children of this process that it did not have before."""
+    """The children that this process gained since the object was made."""
 
     def __init__(self) -> None:
         self.others = set(children())
 
     def end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Kill the process and all that it left; whether all are gone. Killing a process makes its children ours, so this
-        goes on until there are none."""
+        """Kills the process and everything it left. Returns whether all are gone. Killing a process makes its children ours,
+        so this repeats until there are none."""
         until = time.monotonic() + KILL_SECONDS
         if process.poll() is None:
             kill_group(process.pid)
@@ -85,8 +85,10 @@ class Family:
 
 @contextlib.contextmanager
 def adopted() -> Iterator[Family]:
-    """Inside the block, orphans among this process's descendants become its children. A server has a session of its own, so no
-    signal to a group reaches it, and its processes ask to die with their parents only once they have been imported."""
+    """Inside the block, orphaned descendants become children of this process.
+
+    This is needed because a server runs in its own session, where no signal to our process group reaches it, and its processes
+    ask to die with their parents only after their imports."""
     family = Family()
     adopt_orphans()
     try:
@@ -96,7 +98,7 @@ def adopted() -> Iterator[Family]:
 
 
 def children() -> list[int]:
-    """The processes whose parent is this one, the dead that were not waited for among them."""
+    """Returns the children of this process, including zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

@@ -1,7 +1,7 @@
-"""Compiles the DeepGEMM kernels of ``runner_parts.py``. As a program: ``python3 -m benchmarks.gpu.deep_gemm_build``.
+"""Compiles the DeepGEMM kernels for ``runner_parts.py``: ``python3 -m benchmarks.gpu.deep_gemm_build``.
 
-DeepGEMM compiles a kernel at the first step that needs it, and keeps it by its source, its options and the folder of DeepGEMM
-itself. So kernels from elsewhere, compiled over the stand-in driver too, are found where that folder has the same path.
+DeepGEMM compiles a kernel in the first step that needs it, and caches it by source, options and DeepGEMM's own folder. So
+kernels from another machine, or compiled over the stand-in driver, are found if that folder has the same path.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from benchmarks.gpu.moe_deep_gemm import LAYOUTS, MaskedDeepGemm, SglangDeepGemm
 from benchmarks.gpu.runner_parts import BATCHES, COPIED, FUNCTION, chosen, nowhere
 
 TOKENS = sorted({*BATCHES, len(COPIED) // FUNCTION.top_k})
-"""Of the steps that are timed, and of the one that fills slots."""
+"""Tokens of the timed steps, and of the step that fills slots."""
 
 
 def build() -> dict[str, float]:
-    """Seconds by layout."""
+    """Compiles the kernels. Returns seconds by layout."""
     sizes = SglangDeepGemm.sizes(FUNCTION).items()
     weights = {name: torch.zeros(FUNCTION.experts, *size, device="cuda").to(dtype) for name, (size, dtype) in sizes}
     seconds = {}

@@ -1,4 +1,4 @@
-"""Checks modules of parts without a GPU: imports them, compiles what they compile, checks their inputs."""
+"""Checks part modules without a GPU: imports them, compiles what they compile, and checks their inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ H200 = 90
 
 
 def check_plan(program: str, parts: Collection[str]) -> None:
-    """Every part that the plan starts must be there."""
+    """Checks that the program has every part that the plan starts."""
     planned = {part.name for section in SECTIONS.values() for part in section.parts if part.program == program}
     assert planned <= {*parts}, f"{program} has no part {planned - {*parts}}"
 
@@ -34,11 +34,11 @@ def ops_parts() -> None:
 
 
 def runner_parts() -> None:
-    """How SGLang calls what the plugin hooks, and what is compiled ahead."""
+    """Checks the plugin's hooks on SGLang's MoE functions, and the variants that are compiled ahead."""
     from inspect import signature
 
     if find_spec("sglang") is None:
-        print("no SGLang here, whose runners are to compute")
+        print("SGLang is not installed here: its MoE functions are not checked")
         return
     from sglang.kernels.ops.moe.moe_wna16_marlin import _jit_moe_wna16_marlin_module
 
@@ -53,7 +53,7 @@ def runner_parts() -> None:
 
 
 def server_parts() -> None:
-    """The checkpoints' sizes, and every contender's flags in the words of the SGLang that is installed here."""
+    """Prints the checkpoints' sizes, and checks every contender's flags with the installed SGLang."""
     from benchmarks.contenders import CONTENDERS, Budget, cells
     from benchmarks.gpu.server_parts import PLAN, SERVER_ARGS, add_contenders, sizes
     from scripts.harness.server import flags
@@ -74,7 +74,7 @@ def server_parts() -> None:
 
 
 def modes_parts() -> None:
-    """Each mode's flags, of both servers, in the words of the SGLang that is installed here."""
+    """Checks the flags of both servers of each mode with the installed SGLang."""
     from benchmarks.gpu.modes_parts import MODES, ON_GPU
     from scripts.harness.server import flags
 
@@ -88,7 +88,7 @@ def modes_parts() -> None:
 
 @functools.cache
 def planned_checkpoint(written: Written) -> ModelShape:
-    """What ``trace_checkpoint.py`` would write, from its config alone."""
+    """Returns the shape of what ``trace_checkpoint.py`` would write, from its config alone."""
     from benchmarks.gpu.server_parts import TRACE
     from benchmarks.trace_checkpoint import MODELS, walk_for
     from benchmarks.trace_walk import STRETCH, read
@@ -100,7 +100,7 @@ def planned_checkpoint(written: Written) -> ModelShape:
 
 
 def sglang_parser() -> Callable[[list[str]], object] | None:
-    """SGLang's own parser of server arguments, with the plugin's among them; None where it is not installed."""
+    """Returns SGLang's parser of server arguments, with the plugin's flags; None if SGLang is not installed."""
     from argparse import ArgumentParser
 
     if find_spec("sglang") is None:
@@ -116,7 +116,7 @@ def sglang_parser() -> Callable[[list[str]], object] | None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {each.__name__: each for each in (ops_parts, runner_parts, server_parts, modes_parts)}
-"""What is checked of a module besides its plan."""
+"""The check of each module, besides its plan."""
 
 
 def check(program: str) -> None:
@@ -128,7 +128,7 @@ def check(program: str) -> None:
 
 
 def in_a_fork(work: Callable[[], None]) -> bool:
-    """Whether it ends well, in a process that has imported what this one has: a check puts hooks on SGLang."""
+    """Whether ``work`` succeeds in a fork, which keeps this process's imports. A check hooks SGLang, so it needs its own."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
@@ -136,7 +136,7 @@ def in_a_fork(work: Callable[[], None]) -> bool:
     try:
         work()
         code = 0
-    except BaseException:  # noqa: BLE001 -- told, and the exit code; a fork must not go on as its parent
+    except BaseException:  # noqa: BLE001 -- printed, with the exit code; a fork must not continue as its parent
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What a result must say about the machine it is from. As a program: prints it as JSON (this starts CUDA)."""
+"""Describes the machine for a result. As a program it prints JSON (this starts CUDA)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from benchmarks.gpu import shown_code
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = [name for name in os.environ if name.startswith("STANDIN_")]
-"""Set where the tests' stand-in driver is loaded in place of a real one."""
+"""Variables that are set when the tests' stand-in driver replaces the real one."""
 REHEARSED = "STANDIN_FIRST_EXPERT" in STAND_IN
-"""Whether servers too can run over it, with the arguments that they get on a GPU: ``scripts/rehearse.sh`` prepares that."""
+"""Whether servers can run over the stand-in too, with the arguments for a GPU, as ``scripts/rehearse.sh`` prepares it."""
 
 
 def describe() -> dict[str, Any]:
@@ -55,7 +55,7 @@ def describe() -> dict[str, Any]:
 
 
 def computes() -> bool:
-    """Whether a kernel gives a known answer. Over a stand-in driver launches succeed and nothing runs."""
+    """Whether a kernel computes a known answer. Over a stand-in driver launches succeed but nothing runs."""
     import torch
 
     numbers = torch.arange(1000, device="cuda")
@@ -63,7 +63,7 @@ def computes() -> bool:
 
 
 def zeros_by_copies() -> None:
-    """Over a stand-in driver no kernel fills a tensor with zeros, and memory that is used again holds what it held."""
+    """Makes torch zero tensors by copies: over a stand-in driver no kernel writes zeros, and reused memory keeps old bytes."""
     import torch
 
     module: Any = torch
@@ -106,7 +106,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """None outside a git checkout."""
+    """Returns the commit; None outside a git checkout."""
     if not shutil.which("git"):
         return None
     answer = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The part that lets the driver evict residents, and asks whether the plugin notices."""
+"""The part that makes the driver evict residents, and checks whether the plugin notices."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ QUANTILES = (0, 5, 50, 95, 100)
 
 
 def noticing(rows: Rows) -> None:
-    """Plain allocations grow until a look finds residents evicted, or until they have taken half of the residents' bytes beyond
-    what was free. Then the pressure goes, and a read of all residents should bring them back."""
+    """Grows plain allocations until a check finds evicted residents, or until they exceed free VRAM by half of the residents'
+    bytes. Then frees them; a read of all residents should bring the evicted ones back."""
     memory = CudaMemory()
     tensor = ExpertTensor.allocated(memory, "experts", ExpertLayout(128, rows.pick(8 * MIB, BLOCK_BYTES)))
     tensor.place(np.ones(tensor.layout.num_extents, dtype=bool))
@@ -35,7 +35,7 @@ def noticing(rows: Rows) -> None:
     checksum = int(words.sum())
     layer = cast(ExpertLayer, SimpleNamespace(tensors=[tensor], resident_bytes=tensor.resident_bytes))
     evictions = Evictions(memory, 0.0)
-    residency.evictions.ROOM_BYTES = 1 << 60  # looks are made with room too
+    residency.evictions.ROOM_BYTES = 1 << 60  # check with free VRAM too
 
     def put(figure: str, *mib: float) -> None:
         rows.put("noticing", "MiB", mib, figure=figure)
@@ -43,11 +43,11 @@ def noticing(rows: Rows) -> None:
     def look() -> int:
         evictions.check([layer])
         if evictions.evicted_bytes is None:
-            raise AssertionError("whether residents were evicted cannot be told")
+            raise AssertionError("the check cannot tell whether residents were evicted")
         return evictions.evicted_bytes
 
     def looks(count: int) -> list[float]:
-        """MiB evicted, of looks between reads of all residents, as steps make them."""
+        """Returns the MiB that each of ``count`` checks finds evicted. A read of all residents precedes each, as in steps."""
         found = []
         for _ in range(count):
             words.sum()
@@ -89,8 +89,8 @@ def noticing(rows: Rows) -> None:
 
 
 def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) -> list[float]:
-    """MiB that are taken for evicted while another stream reads host RAM in place, as decode steps do. Rows have which looks
-    could tell, and the cycles of their reads."""
+    """Returns the MiB that checks report as evicted while another stream reads host RAM in place, as decode steps do. Rows
+    record which checks were conclusive, and the cycles of their reads."""
     offloaded = ExpertTensor.allocated(memory, "offloaded", ExpertLayout(64, rows.pick(8 * MIB, BLOCK_BYTES)))
     offloaded.place(np.zeros(offloaded.layout.num_extents, dtype=bool))
     words = offloaded.bytes().view(torch.int64)

@@ -1,4 +1,4 @@
-"""What the rows of a part say: a line for each, with its labels, median and spread."""
+"""Formats the rows of a part: one line each, with labels, median and spread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """Such as "load, frequency, resident 0.5: 0.55 (0.5-0.6) s a GiB"."""
+    """Formats a row, such as "load, frequency, resident 0.5: 0.55 (0.5-0.6) s a GiB"."""
     spread = f" ({row['low']:.4g}-{row['high']:.4g})" if len(row["values"]) > 1 else ""
     name = ", ".join(filter(None, (row["row"], labels(row))))
     return f"{name}: {row['median']:.4g}{spread} {row['unit']}".rstrip()
 
 
 def labels(row: Row) -> str:
-    """Such as "batch 4, in place": a word says for itself what it is, a number does not."""
+    """Formats labels, such as "batch 4, in place": a number needs its name, a word does not."""
     found = {name: value for name, value in row.items() if name not in NO_LABELS and isinstance(value, str | int | float)}
     return ", ".join(value if isinstance(value, str) else f"{name} {text(value)}" for name, value in found.items())
 
@@ -34,7 +34,7 @@ def text(value: Any) -> str:
 
 
 def server(described: dict[str, Any]) -> list[str]:
-    """Why a server failed, what SGLang chose for it, and which of the batches in its log ran as graphs."""
+    """Says why a server failed, which backends SGLang chose, and how many logged batches ran as CUDA graphs."""
     name = f"{described['contender']} {described['residency']:.0%}"
     lines = [f"{name}: {described['error']}"] if described["error"] else []
     if engine := described.get("engine"):

@@ -1,8 +1,8 @@
-"""The goals of the design, each a ratio of medians of one run. Pure: rows in, verdicts out. A part fails where bytes, outputs
-or answers are others than they should be: that is no goal.
+"""The design's goals, each a ratio of medians within one run. Pure: rows in, verdicts out. Wrong bytes, outputs or answers are
+not goals: they fail their part.
 
-Where kernels do not compute, ratios are still taken, so that this code runs everywhere, but nothing is judged. A ratio is None
-where rows for it are missing, and comes with what it was taken from.
+Without real kernels, ratios are still computed, so that this code runs everywhere, but nothing is judged. A ratio is None if
+its rows are missing, and otherwise comes with the values it was computed from.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ class Goal:
 
 
 def compared(top: Row | None, bottom: Row | None, words: str = "") -> Ratio | None:
-    """One over the other."""
+    """Returns the ratio of the medians, ``top`` over ``bottom``."""
     if not top or not bottom or not bottom["median"]:
         return None
     return top["median"] / bottom["median"], f"{words}{show(top)}; {show(bottom)}"
 
 
 def worst_of(ratios: Sequence[Ratio | None], *, least: bool = False) -> Ratio | None:
-    """The highest, or the ``least``."""
+    """Returns the highest ratio, or the lowest with ``least``."""
     return (min if least else max)(filter(None, ratios), default=None)
 
 
 # ---- the memory layer, the link and slots ----
 
 BATCH_GIB = DRIVER_BYTES / (1 << 30)
-"""The driver takes VRAM for managed pages in batches."""
+"""The driver allocates VRAM for managed pages in batches of this size."""
 
 
 def used_after_load(rows: PartRows) -> Ratio | None:
-    """The worst load's error, in batches: of the free VRAM it would be a small share whatever the error."""
+    """The worst load's error in batches of the driver. As a share of free VRAM any error would look small."""
     found = best(find(rows.get("load", ()), "load", figure="error of VRAM used"))
     return (found["median"] / BATCH_GIB, f"{show(found)} off the prediction") if found else None
 
 
 def slow_replays(rows: PartRows) -> Ratio | None:
-    """The p99 of replays beside moves of 16 MiB over that while all move in one call."""
+    """p99 of replays during moves of 16 MiB at a time over p99 while all bytes move in one call."""
     found = find(rows.get("sustained", ()), "sustained", figure="p99")
     by_size = {int(row["moves"].split()[0]): row for row in found if row["moves"] != "none"}
     sizes = sorted(by_size)
@@ -73,7 +73,7 @@ def slow_replays(rows: PartRows) -> Ratio | None:
 
 
 def link_rate(rows: PartRows) -> Row | None:
-    """At which kernels read host memory."""
+    """The rate at which kernels read host memory."""
     return one(rows, "link", "link", of="sequential")
 
 
@@ -89,14 +89,14 @@ def engine(rows: PartRows) -> Ratio | None:
 
 
 def far_apart(rows: PartRows) -> Ratio | None:
-    """In the most memory."""
+    """Compares scattered with sequential reads in the largest memory."""
     scattered = max(find(rows.get("reach", ()), "reach", of="scattered"), key=lambda row: float(row["gib"]), default=None)
     neighbours = one(rows, "reach", "reach", of="sequential", gib=scattered["gib"]) if scattered else None
     return compared(scattered, neighbours)
 
 
 def by_readers(rows: PartRows) -> Ratio | None:
-    """By as many as the plugin has."""
+    """Compares populating with as many reader threads as the plugin uses to a prefetch alone."""
     readers, alone = (one(rows, "populate", "populate", of="new pages", readers=number) for number in (4, 0))
     return compared(readers, alone)
 
@@ -107,7 +107,7 @@ def resolving(rows: PartRows) -> Ratio | None:
 
 
 def aligning(rows: PartRows) -> Ratio | None:
-    """Of all settings the worst."""
+    """Compares the slots' alignment with SGLang's aligner, in the worst setting."""
     found = []
     for slots in find(rows.get("resolve", ()), "align", way="slots"):
         same = {name: slots[name] for name in ("slots", "batch")}
@@ -116,23 +116,23 @@ def aligning(rows: PartRows) -> Ratio | None:
 
 
 def overlapping(rows: PartRows) -> Ratio | None:
-    """Where the most miss."""
+    """Compares steps with the most misses."""
     found = find(rows.get("overlap", ()), "overlap", way="beside")
     return compared(found[-1], one(rows, "overlap", "overlap", way="before", misses=found[-1]["misses"])) if found else None
 
 
 def looking_ahead(rows: PartRows, way: str) -> Ratio | None:
-    """Where the fewest miss: there the link is idle."""
+    """Compares steps with the fewest misses, where the link is idle."""
     found = find(rows.get("ahead", ()), "ahead", way=way)
     return compared(found[0], one(rows, "ahead", "ahead", way="none", misses=found[0]["misses"])) if found else None
 
 
 FEWEST_FILLS = 4
-"""Of a layer, from which on their rate is judged: one small expert is over before the link is full, whatever copies it."""
+"""The fewest fills per layer that are judged by rate: one small expert is copied before the link is full, by any method."""
 
 
 def filling(rows: PartRows) -> Ratio | None:
-    """The worst number and size of experts: into slots over a copy."""
+    """Rate of fills into slots over a plain copy, for the worst number and size of experts."""
     found = []
     for slots in find(rows.get("fill", ()), "fill", way="slots"):
         same = {name: slots[name] for name in ("fills", "expert_mib")}
@@ -143,7 +143,7 @@ def filling(rows: PartRows) -> Ratio | None:
 
 
 def slots_in_vram(rows: PartRows) -> Ratio | None:
-    """The worst size of experts: the read rate of slots over that of plain VRAM."""
+    """Read rate of slots over plain VRAM, for the worst expert size."""
     found = []
     for slots in find(rows.get("fill", ()), "slot_read", what="slots"):
         plain = best(find(rows["fill"], "slot_read", what="plain VRAM", expert_mib=slots["expert_mib"]))
@@ -162,8 +162,8 @@ def false_alarms(rows: PartRows) -> Ratio | None:
 
 
 def in_place_over_the_bound(part: str, where: str) -> Judge:
-    """The worst setting: a step that misses all its experts over one from plain VRAM and the missed bytes, each once, over the
-    link at its measured rate."""
+    """Returns a judge of the worst setting: time of a step that misses all its experts, over a step from plain VRAM plus each
+    missed byte once over the link at its measured rate."""
 
     def ratio(rows: PartRows) -> Ratio | None:
         link, found = link_rate(rows), []
@@ -182,11 +182,11 @@ def in_place_over_the_bound(part: str, where: str) -> Judge:
 # ---- servers ----
 
 REACHED = 1.15
-"""Of the least time that the link allows."""
+"""The accepted factor over the least time that the link allows."""
 
 
 def behind(part: str, peer: str, ours: str, *batches: int) -> Judge:
-    """A peer's decode time over that of ``ours``: the least of these batches' ratios."""
+    """Returns a judge of a peer's decode time over that of ``ours``: the lowest ratio of these batches."""
 
     def ratio(rows: PartRows) -> Ratio | None:
         found = []
@@ -199,8 +199,8 @@ def behind(part: str, peer: str, ours: str, *batches: int) -> Judge:
 
 
 def over_the_bound(kind: str, overlapped: bool = False) -> Judge:
-    """The worst ratio of this plugin's time to the least that its reads allow: the resident server's time, and each missed byte
-    once over the link at its measured rate; ``overlapped``: the longer of the two."""
+    """Returns a judge of the worst ratio of this plugin's time to the least that its reads allow: the resident server's time
+    plus each missed byte once over the link at its measured rate. ``overlapped``: the longer of the two instead of the sum."""
 
     def ratio(rows: PartRows) -> Ratio | None:
         link, found = link_rate(rows), []
@@ -219,7 +219,7 @@ def over_the_bound(kind: str, overlapped: bool = False) -> Judge:
 
 
 def pairs(rows: PartRows, kind: str, contender: str) -> Iterator[tuple[Any, Any, float]]:
-    """Each figure of the contender beside the resident server's of the same part and size, and the contender's residency."""
+    """Yields each figure of the contender with the resident server's of the same part and size, and the residency."""
     for part in SERVED:
         cells = [row["cell"] for row in rows.get(part, ()) if row["row"] == "cell"]
         resident = {key: point for cell in cells if cell["contender"] == "resident" for key, point in points(cell)}
@@ -230,7 +230,7 @@ def pairs(rows: PartRows, kind: str, contender: str) -> Iterator[tuple[Any, Any,
 
 
 def points(cell: dict[str, Any]) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
-    """The cell's figures by kind and size."""
+    """Yields the cell's figures by kind and size."""
     for point in cell["points"]:
         if not point["error"]:
             yield (point["kind"], point["size"]), point
@@ -245,7 +245,7 @@ def loading(rows: PartRows) -> Ratio | None:
 
 
 SERVED = ("decode", "most")
-"""The parts whose servers are this plugin as it is by default."""
+"""The parts that serve this plugin with its defaults."""
 IN_PLACE = "a step of {} in place over one from plain VRAM plus missed bytes at the link's rate (worst)"
 
 GOALS: dict[str, tuple[Goal, ...]] = {

@@ -1,4 +1,4 @@
-"""Parts about the link: how fast this machine's GPU reads and copies host memory."""
+"""Parts that measure the link: how fast this machine's GPU reads and copies host memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MIB, GIB = 1 << 20, 1 << 30
 EXPERT_BYTES = 3 << 19
 REPEATS = 5
 READERS = (0, 1, 2, 4, 8)
-"""0: by a prefetch alone."""
+"""Reader threads; 0: a prefetch alone."""
 
 
 def link(rows: Rows) -> None:
-    """As a server measures it at its start, beside copies from pinned memory."""
+    """Measures the link as a server does at start, and copies from pinned memory for comparison."""
     nbytes = rows.pick(8 * GIB, 64 * MIB)
     with offloaded(nbytes) as timer:
         found: list[dict[str, float]] = []
@@ -46,7 +46,7 @@ def link(rows: Rows) -> None:
 
 @contextmanager
 def offloaded(nbytes: int) -> Iterator[CudaLinkTimer]:
-    """Times reads of so many bytes of experts in host RAM."""
+    """Yields a timer over ``nbytes`` of experts in host RAM."""
     memory = CudaMemory()
     managed = memory.allocate(nbytes, "offloaded experts")
     held = memory.tensor(managed)
@@ -57,7 +57,7 @@ def offloaded(nbytes: int) -> Iterator[CudaLinkTimer]:
 
 
 def from_pinned(nbytes: int) -> list[float]:
-    """The copy engine's rate from pinned memory, GB/s."""
+    """Returns the copy engine's rates from pinned memory, in GB/s."""
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     times = [elapsed_ms(lambda: target.copy_(source, non_blocking=True)) for _ in range(REPEATS + 1)]
@@ -65,7 +65,7 @@ def from_pinned(nbytes: int) -> list[float]:
 
 
 def reach(rows: Rows) -> None:
-    """Experts that lie far apart in more and more memory beside neighbours."""
+    """Compares reads of scattered and of neighbouring experts, in a small and a large range."""
     for nbytes in (rows.pick(GIB, 8 * MIB), rows.pick(24 * GIB, 32 * MIB)):
         if rows.late():
             return
@@ -76,8 +76,8 @@ def reach(rows: Rows) -> None:
 
 
 def populate(rows: Rows) -> None:
-    """In pieces, as while a model loads, by the same function; once more, when all pages are there; and the GPU's reads of
-    them."""
+    """Populates host pages in pieces, with the function that loading uses; again when all pages exist; then reads them on the
+    GPU."""
     nbytes = rows.pick(2 * GIB, 64 * MIB)
     memory = CudaMemory()
     for readers in READERS:
@@ -100,7 +100,7 @@ def populate(rows: Rows) -> None:
 
 
 def populated_in(memory: CudaMemory, managed: ManagedRange, readers: int) -> float:
-    """Seconds."""
+    """Returns the seconds that populating took."""
     ops, nbytes = device_ops(memory.device), managed.nbytes
     ops.prefer_host(memory.device, managed.address, nbytes, torch.cuda.current_stream().cuda_stream)
     began = time.perf_counter()
@@ -110,7 +110,7 @@ def populated_in(memory: CudaMemory, managed: ManagedRange, readers: int) -> flo
 
 
 def writes(rows: Rows) -> None:
-    """As SGLang's loader writes weights, from plain memory: by ``copy_``, and by the CPU itself."""
+    """Writes weights from plain memory as SGLang's loader does, with ``copy_``, and directly from the CPU."""
     nbytes = rows.pick(512 * MIB, 8 * MIB)
     memory = CudaMemory()
     source = torch.randint(256, (nbytes,), dtype=torch.uint8)
@@ -129,7 +129,7 @@ def writes(rows: Rows) -> None:
 
 
 def written(source: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """GB/s."""
+    """Returns the rate of each write, in GB/s."""
     rates = []
     for _ in range(REPEATS):
         began = time.perf_counter()

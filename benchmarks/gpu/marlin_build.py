@@ -1,8 +1,7 @@
-"""Compiles SGLang's Marlin MoE kernels side by side. As a program: ``python3 marlin_build.py``.
+"""Compiles SGLang's Marlin MoE kernels in parallel: ``python3 marlin_build.py``.
 
-SGLang compiles a variant at the first call that needs it, one after the other, for minutes each: longer than a part may take,
-and a compiler that is ended leaves nothing. What this leaves is in SGLang's own cache, and a process that needs a variant
-meanwhile waits for it.
+SGLang compiles each variant in the first call that needs it. Each takes minutes: longer than a part may run, and a killed
+compiler leaves nothing. This program fills SGLang's own cache; a process that needs a variant meanwhile waits for it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """Of ``moe_wna16_marlin_gemm``, as ``fused_marlin_moe`` calls it without expert parallelism."""
+    """A variant of ``moe_wna16_marlin_gemm``, as ``fused_marlin_moe`` calls it without expert parallelism."""
 
     has_bias: bool
-    """MXFP4 as of gpt-oss, in bfloat16; GPTQ has none, and its activations are float16."""
+    """True for gpt-oss's MXFP4, with bfloat16 activations; False for GPTQ, with float16."""
     second_gemm: bool
-    """Which zeroes the rows of inactive blocks."""
+    """The second GEMM zeroes the rows of inactive blocks."""
 
     @property
     def dtype(self) -> str:
@@ -41,8 +40,8 @@ module(getattr(torch, sys.argv[1]), False, has_bias, True, second_gemm, True)
 
 
 def build() -> dict[Variant, float]:
-    """Seconds until each and those before it were there. Raises ``AssertionError`` where one could not be compiled,
-    after all have ended."""
+    """Returns the seconds until each variant and those before it were compiled. Raises ``AssertionError`` after all have ended
+    if one could not be compiled."""
     began = time.monotonic()
     started = {each: subprocess.Popen([sys.executable, "-c", ONE, each.dtype, *map(str, each)]) for each in VARIANTS}
     codes = {each: (process.wait(), time.monotonic() - began) for each, process in started.items()}

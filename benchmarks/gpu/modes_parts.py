@@ -1,7 +1,8 @@
-"""Parts that serve what a launch may have besides: live updates, quantised experts, a hierarchical cache. Each is a
-pair of servers of one small checkpoint, with SGLang's own backends and decode graphs: one without offloading, and one with.
-They must answer alike. No time is measured, so both run at once: importing SGLang takes most of it. With ``--small`` the
-servers run on the CPU, where not all modes can, or over a stand-in driver that is ready for them.
+"""Parts that combine offloading with other SGLang modes: live updates, quantised experts, a hierarchical cache.
+
+Each part serves one small checkpoint with two servers, one with offloading and one without, with SGLang's own backends and
+decode graphs. Their answers must be equal. Nothing is timed, so both run at once: importing SGLang takes most of the time. With
+``--small`` the servers run on the CPU, which not all modes can, or over a stand-in driver that supports servers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from scripts.make_checkpoint import make_checkpoint
 RESIDENT = 4
 STREAM_TOKENS = 256
 PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "once upon a time there was a fox. " * 24)
-"""The last is long enough to stream."""
+"""The last prompt is long enough to stream."""
 ANSWER_TOKENS = 32
 Answers = list[list[int]]
 Change = Callable[[Server, Path], None]
@@ -43,17 +44,17 @@ Change = Callable[[Server, Path], None]
 
 @dataclass(frozen=True)
 class Mode:
-    """``arguments`` are of both servers. ``change``: what is done to a server between two rounds of the prompts; it is given a
-    checkpoint with other weights."""
+    """``arguments`` go to both servers. ``change`` acts on a server between two rounds of prompts; it gets a checkpoint with
+    other weights."""
 
     family: str = "qwen3_moe"
     quant: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     change: Change | None = None
     needs: str | None = None
-    """A package that SGLang imports for it."""
+    """A package that SGLang imports for this mode."""
     tma: bool = False
-    """Both servers load experts by TMA, as tile configurations of SGLang's tuner may have it."""
+    """Whether both servers load experts by TMA, as a tile configuration of SGLang's tuner may request."""
 
 
 def updated(server: Server, other: Path) -> None:
@@ -63,7 +64,7 @@ def updated(server: Server, other: Path) -> None:
 
 
 def slept(server: Server, other: Path) -> None:
-    """SGLang gives its memory up, and has it back with other weights. Experts must not hold VRAM meanwhile."""
+    """Puts SGLang to sleep and wakes it with other weights. Experts must not hold VRAM meanwhile."""
     server.wait_until_idle()
     server.post("/release_memory_occupation", {})
     state = offload_state(server.get("/server_info"))
@@ -76,15 +77,15 @@ def slept(server: Server, other: Path) -> None:
 MODES = {
     "ngrams": Mode(arguments={"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}),
     "cache": Mode(arguments={"enable_hierarchical_cache": True, "hicache_size": 4}),
-    # At batch 1, without offloading, SGLang compiles experts too, to other roundings: batches of one are padded.
+    # At batch 1, without offloading, SGLang compiles experts too, which rounds differently: pad batches of one.
     "compiled": Mode(
-        family="glm4_moe",  # whose attention SGLang can compile; that of Qwen3 it cannot
+        family="glm4_moe",  # SGLang can compile its attention, but not Qwen3's
         arguments={"enable_torch_compile": True, "torch_compile_max_bs": 2, "cuda_graph_bs_decode": 2},
     ),
     "updates": Mode(change=updated),
     "sleep": Mode(arguments={"enable_memory_saver": True}, change=slept, needs="torch_memory_saver"),
     "fp8": Mode(quant="fp8", change=updated),
-    # SGLang gives Marlin the scales of GPTQ experts in half precision, and ends where the activations are not.
+    # SGLang passes GPTQ scales to Marlin in half precision, and fails unless activations are too.
     "gptq": Mode(quant="gptq", arguments={"dtype": "float16"}),
     "tma": Mode(arguments={"moe_runner_backend": "triton"}, tma=True),
 }
@@ -92,11 +93,11 @@ ON_GPU = {
     **{"max_running_requests": 8, "max_total_tokens": 16384, "cuda_graph_max_bs_decode": 8, "mem_fraction_static": 0.5},
     "disable_prefill_cuda_graph": True,
 }
-"""A prefill graph pads its tokens, which steps that stream do not: answers would differ by rounding."""
+"""No prefill graphs: they pad tokens, which streaming steps do not, so answers would differ by rounding."""
 
 
 def ask(server: Server) -> Answers:
-    """Each prompt twice: the first answer ends a warm-up, the second is by the experts that were moved."""
+    """Sends all prompts twice: the first answers complete the warm-up, the second use the moved experts."""
     sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
     return [
         server.post("/generate", {"text": prompt, "sampling_params": sampling})["output_ids"] for prompt in (*PROMPTS, *PROMPTS)
@@ -105,11 +106,11 @@ def ask(server: Server) -> Answers:
 
 TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2}
 BY_TMA = ("Up MoE TMA is enabled", "Down MoE TMA is enabled")
-"""What SGLang logs of tile configurations that it follows."""
+"""What SGLang logs when it applies such tile configurations."""
 
 
 def with_tiles_for_tma(checkpoint: Path) -> dict[str, str]:
-    """The environment in which SGLang has one tile configuration for the checkpoint's experts on this GPU, with TMA."""
+    """Returns an environment with one tile configuration, using TMA, for the checkpoint's experts on this GPU."""
     config = json.loads((checkpoint / "config.json").read_text())
     made = checkpoint.parent / "tiles"
     tiles = made / "configs" / f"triton_{triton.__version__.replace('.', '_')}"
@@ -122,7 +123,7 @@ def with_tiles_for_tma(checkpoint: Path) -> dict[str, str]:
 
 
 def serve(rows: Rows, mode: Mode, checkpoints: list[Path], offload: Mapping[str, Any]) -> tuple[Answers, dict[str, Any]]:
-    """The answers of one server, before and after the change, and the statistics of the one that offloads."""
+    """Returns one server's answers before and after the change, and its statistics if it offloads."""
     env: dict[str, str] = {}
     own: dict[str, Any] = {}
     if not on_cpu(rows):
@@ -173,7 +174,7 @@ def report(rows: Rows, expected: Answers, found: Answers, state: dict[str, Any])
 
 
 def problems(same: list[bool], state: dict[str, Any]) -> list[str]:
-    """What would make equal answers say nothing, and answers that are not."""
+    """Lists answers that differ, and whatever would make equal answers meaningless."""
     wrong = [] if all(same) else [f"{same.count(False)} of {len(same)} answers differ"]
     wrong += [f"moving experts stopped: {state['fault']}"] if state["fault"] else []
     return wrong + [

@@ -1,4 +1,4 @@
-"""SGLang's DeepGEMM MoE runner over experts in FP8 with a scale for each 128 x 128."""
+"""SGLang's DeepGEMM MoE runner with FP8 experts (a scale per 128 x 128 block)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from benchmarks.gpu.moe_function import (
 if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 
-os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # only what a step needs; SGLang reads it as it is imported
+os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")  # compile only what a step needs; SGLang reads this at import
 CONTIGUOUS, MASKED = LAYOUTS = ("compact", "masked")
-"""How SGLang lays out the rows of a step, by its own words."""
+"""SGLang's names for the layouts of a step's rows."""
 
 
 class SglangDeepGemm(Fp8Experts, OnTokens):
@@ -58,14 +58,14 @@ class SglangDeepGemm(Fp8Experts, OnTokens):
 
 
 class MaskedDeepGemm(SglangDeepGemm):
-    """Each expert is a group of rows, by its number."""
+    """The masked layout: each expert has a group of rows, by its id."""
 
     layout = MASKED
 
 
 @functools.cache
 def installed_seam() -> DeepGemmSlotSeam:
-    """The plugin's hook on SGLang's runner, and what this asks of a server that does not run here."""
+    """Installs the plugin's hook on SGLang's runner, and replaces what the runner needs of a server."""
     from sglang.srt.layers.moe.moe_runner import deep_gemm
 
     from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam

@@ -1,4 +1,4 @@
-"""A layer's MoE by one of SGLang's functions, out of plain VRAM, of managed memory and of slots."""
+"""Runs a layer's MoE with one of SGLang's functions, from plain VRAM, managed memory or slots."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ FP8_BLOCK = 128
 Find = Callable[[int], "LayerSlots | None"]
 AnySeam = TypeVar("AnySeam", bound="Seam")
 Tensors = Mapping[str, torch.Tensor]
-"""A layer's tensors by their names in SGLang's module, ``[experts, ...]`` each."""
+"""A layer's tensors by their names in SGLang's module, each ``[experts, ...]``."""
 Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""What one expert has in each of them."""
+"""Shape and dtype of one expert in each tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MoeShape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Outputs and inputs of both."""
+        """(outputs, inputs) of both matrices."""
         return {"w13": (2 * self.intermediate, self.hidden), "w2": (self.hidden, self.intermediate)}
 
 
@@ -54,33 +54,33 @@ class MoeFunction(Protocol):
     """One of SGLang's MoE functions with the plugin's hooks, at one batch size."""
 
     kernels: ClassVar[str]
-    """What computes."""
+    """The name of what computes."""
     needs: ClassVar[tuple[str, ...]]
-    """The packages that it is in."""
+    """The packages that it needs."""
     block: ClassVar[int]
-    """Rows of tokens that its list names an expert for."""
+    """Token rows per block, for which its list names one expert."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find): ...
 
     @staticmethod
     def sizes(shape: MoeShape) -> Sizes:
-        """As SGLang leaves the tensors after loading."""
+        """Returns the tensors' sizes per expert, as SGLang leaves them after loading."""
 
     @classmethod
     def weights(cls, shape: MoeShape) -> Tensors:
-        """Likewise. The outputs are finite."""
+        """Returns such tensors, with values that give finite outputs."""
 
     def route(self, ids: np.ndarray) -> None:
-        """``ids[tokens, k]`` of the step to come."""
+        """Sets ``ids[tokens, k]`` for the next step."""
 
     def run(self, weights: Tensors) -> None: ...
 
     def result(self, weights: Tensors) -> torch.Tensor:
-        """What the last step computed."""
+        """Returns the output of the last step."""
 
 
 class OnTokens:
-    """What the functions are given at one batch size: tokens, the experts that they choose, and equal factors."""
+    """Inputs of the functions at one batch size: tokens, the experts they choose, and equal top-k weights."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find, device: str = "cuda"):
         self._shape, self._find = shape, find
@@ -98,13 +98,13 @@ class OnTokens:
 
 
 class RowsRead:
-    """Where no kernel runs: the bytes of the rows that a step would read, of tensors as large as SGLang's."""
+    """Used where no kernel runs: returns the bytes of the rows that a step would read, from tensors as large as SGLang's."""
 
     kernels: ClassVar[str] = "no kernel: the rows that it would read"
     needs: ClassVar[tuple[str, ...]] = ()
     block: ClassVar[int]
     sizes: ClassVar[Callable[[MoeShape], Sizes]]
-    """Of one expert, by the tensor's name."""
+    """Sizes of one expert by tensor name."""
 
     def __init__(self, shape: MoeShape, tokens: int, find: Find):
         self._find, self._experts = find, shape.experts
@@ -123,7 +123,7 @@ class RowsRead:
         return made
 
     def route(self, ids: np.ndarray) -> None:
-        """Each expert's rows fill blocks of their own; -1 where a block is not needed."""
+        """Gives each expert its own blocks; unused blocks are -1."""
         self._ids.copy_(torch.from_numpy(ids))
         counts = np.bincount(ids.ravel(), minlength=self._experts)
         owners = np.repeat(np.arange(self._experts), -(-counts // self.block))
@@ -144,7 +144,7 @@ class RowsRead:
 
 
 def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """``uint8[n, 64]``: digests of the rows that a kernel finds by these numbers, also of those behind the last expert."""
+    """Returns ``uint8[n, 64]``: digests of the rows that a kernel finds at these indices, also behind the last expert."""
     nbytes = weight.stride(0) * weight.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(weight.untyped_storage())
     numbers = [row for row in blocks.tolist() if row >= 0]
@@ -153,8 +153,8 @@ def rows_read(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def function_here(real: type[MoeFunction]) -> type[MoeFunction]:
-    """What computes on this machine. Raises ``SystemExit`` where a GPU computes, but what SGLang's function needs is not
-    installed."""
+    """Returns ``real``, or ``RowsRead`` where no kernel runs. Raises ``SystemExit`` if a GPU computes but a package that
+    ``real`` needs is missing."""
     if not computes():
         return type("RowsRead", (RowsRead,), {"block": real.block, "sizes": staticmethod(real.sizes)})
     if missing := [name for name in real.needs if find_spec(name) is None]:
@@ -163,7 +163,7 @@ def function_here(real: type[MoeFunction]) -> type[MoeFunction]:
 
 
 def runner_config(shape: MoeShape) -> Any:
-    """SGLang's, of a server without tensor parallelism."""
+    """Returns SGLang's runner config for a server without tensor parallelism."""
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 
     sizes = {"hidden_size": shape.hidden, "intermediate_size_per_partition": shape.intermediate, "top_k": shape.top_k}
@@ -171,7 +171,7 @@ def runner_config(shape: MoeShape) -> Any:
 
 
 def installed(seam: AnySeam) -> AnySeam:
-    """The plugin's hooks on SGLang's functions."""
+    """Installs the plugin's hooks on SGLang's functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     seam.install(HookRegistry.register)
@@ -180,7 +180,7 @@ def installed(seam: AnySeam) -> AnySeam:
 
 
 def without_server(module: Any, settings: SimpleNamespace) -> None:
-    """What a module of SGLang's asks of its server: ``settings`` of execution, one rank, and plain allocations."""
+    """Patches what an SGLang module needs of its server: execution ``settings``, one rank, and plain allocations."""
     module.get_exec = lambda: settings
     module.get_parallel = lambda: SimpleNamespace(tp_group=None)
     module.is_allocation_symmetric = lambda: False
@@ -188,7 +188,7 @@ def without_server(module: Any, settings: SimpleNamespace) -> None:
 
 
 class Fp8Experts:
-    """In FP8, with a scale for each 128 x 128."""
+    """FP8 experts with a scale per 128 x 128 block."""
 
     @staticmethod
     def sizes(shape: MoeShape) -> Sizes:
@@ -200,7 +200,7 @@ class Fp8Experts:
 
     @classmethod
     def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
-        """Finite numbers, with scales that keep outputs near one."""
+        """Returns finite values, with scales that keep outputs near one."""
         random, made = np.random.default_rng(1), {}
         for matrix, (n, k) in shape.matrices.items():
             values = random.standard_normal((shape.experts, n, k), "float32")
@@ -211,7 +211,7 @@ class Fp8Experts:
 
 
 class ServedLayer:
-    """The layer in managed memory with slots, ``resident`` (``bool[experts]``) in VRAM."""
+    """The layer in managed memory, with slots and with the experts ``resident`` (``bool[experts]``) in VRAM."""
 
     def __init__(self, memory: CudaMemory, plain: Tensors, resident: np.ndarray, num_slots: int):
         experts = len(resident)
@@ -237,28 +237,28 @@ class ServedLayer:
 
     @staticmethod
     def _set_parameter(module: torch.nn.Module, name: str, like: torch.Tensor) -> None:
-        """No local of the caller's keeps the tensor, which is to move to its home in the pool."""
+        """A separate function, so that no local of the caller keeps the tensor alive: it must move to its home in the pool."""
         made = torch.empty(like.shape, dtype=like.dtype, device="cuda")
         setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
 
     def begin_step(self, tokens: int) -> None:
-        """Without tokens nothing is resolved."""
+        """Begins a step. With 0 tokens it resolves nothing."""
         self._counters.begin_step(tokens, Phase.DECODE)
         self._slots.begin_step(tokens, Phase.DECODE)
 
     def missed_bytes(self, ids: np.ndarray) -> int:
-        """That a step with these experts has in host RAM, each expert once."""
+        """Returns the bytes in host RAM that a step with these experts reads, each expert once."""
         return int(self._layer.offloaded_bytes_by_expert[np.unique(ids)].sum())
 
     def poison(self, experts: np.ndarray) -> None:
-        """Other bytes in the own rows of these (numbers), of which scales and biases are NaN. Slots keep theirs."""
+        """Overwrites these experts' own rows, which makes scales and biases NaN. Slots keep their bytes."""
         for tensor in self.weights.values():
             for expert in experts.tolist():
                 row = tensor[expert].view(torch.uint8)
                 row.copy_(torch.full(row.shape, 0xFF, dtype=torch.uint8))
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Hits and fills so far, of each expert."""
+        """Returns hits and fills so far, ``int[experts]`` each."""
         counted = self._counters.read().slots
         assert counted is not None
         return counted[0, Phase.DECODE, SLOT_HITS].copy(), counted[0, Phase.DECODE, SLOT_FILLS].copy()
@@ -272,11 +272,11 @@ class Replayed:
         self._graph = capture(lambda: moe.run(weights))
 
     def outputs(self, ids: np.ndarray) -> torch.Tensor:
-        """Of one replay with the experts ``ids[tokens, k]``."""
+        """Replays once with the experts ``ids[tokens, k]`` and returns the output."""
         self.replaying(ids)()
         return self._moe.result(self._weights)
 
     def replaying(self, ids: np.ndarray) -> Callable[[], None]:
-        """A replay to come, with these experts."""
+        """Sets these experts and returns the replay."""
         self._moe.route(ids)
         return self._graph.replay

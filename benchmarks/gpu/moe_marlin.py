@@ -1,6 +1,6 @@
-"""SGLang's Marlin MoE function over MXFP4 experts.
+"""SGLang's Marlin MoE function with MXFP4 experts.
 
-MXFP4, because SGLang's kernels add nothing atomically there: the outputs of a call do not vary from run to run.
+It uses MXFP4 because SGLang's kernels use no atomic adds there, so outputs do not vary from run to run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
 GROUP = 32
-"""Values that share a scale."""
+"""Values per scale."""
 
 
 class SglangMarlin(OnTokens):
@@ -45,7 +45,7 @@ class SglangMarlin(OnTokens):
 
     @classmethod
     def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
-        """Of a checkpoint's format, repacked by SGLang. Scales keep outputs near one."""
+        """Returns weights in a checkpoint's format, repacked by SGLang. Scales keep outputs near one."""
         from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
 
         random, module = np.random.default_rng(1), torch.nn.Module()
@@ -82,7 +82,7 @@ class SglangMarlin(OnTokens):
 
 @functools.cache
 def installed_seam() -> MarlinSlotSeam:
-    """The plugin's hooks on SGLang's functions."""
+    """Installs the plugin's hooks on SGLang's functions."""
     from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 
     return installed(MarlinSlotSeam())

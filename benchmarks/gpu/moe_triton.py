@@ -1,4 +1,4 @@
-"""SGLang's Triton MoE function over experts in bf16, and in FP8 with a scale for each 128 x 128."""
+"""SGLang's Triton MoE function with bf16 experts, and with FP8 experts (a scale per 128 x 128 block)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SglangTriton(OnTokens):
 
     @classmethod
     def weights(cls, shape: MoeShape, device: str = "cuda") -> Tensors:
-        """Values that keep outputs near one."""
+        """Returns values that keep outputs near one."""
         random, made = torch.Generator(device).manual_seed(1), {}
         for matrix, (n, k) in shape.matrices.items():
             values = torch.empty(shape.experts, n, k, device=device).normal_(generator=random)
@@ -68,7 +68,7 @@ class SglangTritonFp8(Fp8Experts, SglangTriton):
 
 @functools.cache
 def installed_seam() -> SlotSeam:
-    """The plugin's hooks on SGLang's functions, and what these ask of a server that does not run here."""
+    """Installs the plugin's hooks on SGLang's functions, and replaces what these need of a server."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
 
     from sglang_uvm_offload.plugin.slots.triton import SlotSeam

@@ -1,4 +1,4 @@
-"""Parts that run the project's own extension and memory layer on the device: its promises, and what moves cost."""
+"""Parts that run the project's extension and memory layer on the device: whether promises hold, and what moves cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def contract(rows: Rows) -> None:
-    """Every promise of ``Memory``, and one of CUDA's threads. Broken ones are told at the end."""
+    """Checks every promise of ``Memory``, and one about threads in CUDA. Reports broken ones at the end."""
     memory, broken = CudaMemory(), []
     for check in (*CHECKS, check_a_capture_survives_moves_of_another_thread):
         started = time.perf_counter()
@@ -40,7 +40,7 @@ def contract(rows: Rows) -> None:
 
 
 def check_a_capture_survives_moves_of_another_thread(memory: CudaMemory) -> None:
-    """Which advise, prefetch and wait while this one captures."""
+    """The other thread advises, prefetches and waits while this one captures."""
     moved = memory.allocate(4 * BLOCK_BYTES, "what moves")
     tensor, spans, arrived = memory.tensor(moved), [Span(0, moved.nbytes)], []
 
@@ -63,8 +63,8 @@ def check_a_capture_survives_moves_of_another_thread(memory: CudaMemory) -> None
 
 
 def moves(rows: Rows) -> None:
-    """Random promotions and demotions under a graph that was captured once: every replay's output is the first one's, bit for
-    bit. Half of the moves are made by another thread while the graph is replayed."""
+    """Promotes and demotes at random under a graph that is captured once: every replay's output must equal the first one's, bit
+    for bit. Another thread makes half of the moves while the graph replays."""
     experts, expert_bytes = rows.pick(96, 12), 3 * MIB + 7 * 4096
     count = rows.pick(1000, 40)
     memory = CudaMemory()
@@ -120,7 +120,7 @@ def moves(rows: Rows) -> None:
 
 
 def load(rows: Rows) -> None:
-    """A layer after the other as a server loads them, 78 % resident, and what the driver reports as free afterwards."""
+    """Loads layer by layer as a server does, 78 % resident, and compares what the driver then reports as free."""
     experts, matrix_bytes = 128, rows.pick(4096 * 1408 * 2, 256 * 128 * 2)
     memory = CudaMemory()
     torch.zeros(1, device="cuda")
@@ -167,8 +167,8 @@ def load(rows: Rows) -> None:
 
 
 def sustained(rows: Rows) -> None:
-    """A graph reads experts of which some move up and down all the time, by calls for more and more bytes: a span is unmapped
-    from its first copy on."""
+    """Replays a graph that reads experts while some move up and down all the time, with more and more bytes per call: a span is
+    unmapped from its first copy on."""
     resident, moving = rows.pick(512 * MIB, 4 * MIB), rows.pick(128 * MIB, 8 * MIB)
     memory = CudaMemory()
     managed = memory.allocate(resident + moving, "experts")
@@ -181,7 +181,7 @@ def sustained(rows: Rows) -> None:
     expected, ops = int(total), device_ops(memory.device)
 
     def move(piece: int, over: threading.Event) -> None:
-        """As the memory layer calls the driver, but for the size. Each piece arrives before the next one moves."""
+        """Calls the driver as the memory layer does, except for the size. Each piece arrives before the next one moves."""
         stream = torch.cuda.Stream().cuda_stream
         for location in itertools.cycle((Location.HOST, Location.DEVICE)):
             for at in range(resident, managed.nbytes, piece):

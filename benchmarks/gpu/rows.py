@@ -1,6 +1,6 @@
-"""Lines of a result file, as the parts write them and the session reads them: labels, a unit, and every repeat.
+"""The rows of a result file, which parts write and the session reads: labels, a unit, and every repeat.
 
-A part is started as ``PROGRAM PART ROWS_FILE SECONDS [--small]``.
+The session starts a part as ``PROGRAM PART ROWS_FILE SECONDS [--small]``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 Row = dict[str, Any]
 PartRows = Mapping[str, Sequence[Row]]
-"""The rows of each part that has any."""
+"""Rows by part, for each part that has any."""
 
 
 class Rows:
-    """Appends rows to a file, each flushed, so that a part that dies leaves what it had."""
+    """Appends rows to a file and flushes each, so that a part that dies leaves its rows."""
 
     def __init__(self, path: Path, seconds: float, small: bool, part: str = ""):
         self._file = path.open("a")
         self.part = part
         self._deadline = time.monotonic() + seconds
         self.small = small
-        """Sizes that a stand-in driver bears."""
+        """Whether to use sizes that suit a stand-in driver."""
         self.cut_short = False
 
     def put(self, row: str, unit: str, values: Iterable[float], **labels: Any) -> None:
@@ -35,12 +35,12 @@ class Rows:
         self._file.flush()
 
     def late(self) -> bool:
-        """Whether the part must begin nothing more. Once it was asked in vain the part counts as cut short."""
+        """Whether the part must begin nothing more. If this returns True, the part counts as cut short."""
         self.cut_short |= time.monotonic() > self._deadline
         return self.cut_short
 
     def left(self) -> float:
-        """Seconds in which something may still begin."""
+        """Seconds left in which the part may begin something."""
         return max(0.0, self._deadline - time.monotonic())
 
     def pick(self, real: int, toy: int) -> int:
@@ -52,7 +52,7 @@ class Rows:
 
 
 def run_part(parts: Mapping[str, Callable[[Rows], None]]) -> None:
-    """The main program of a module of parts."""
+    """The main program of a part module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=sorted(parts))
     parser.add_argument("rows", type=Path)
@@ -65,7 +65,7 @@ def run_part(parts: Mapping[str, Callable[[Rows], None]]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The complete lines of a file, with median and spread. A part that was killed may leave half a line at the end."""
+    """Reads a file's complete lines and adds median and spread. A killed part may leave half a line at the end."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -83,7 +83,7 @@ def summarise(row: Row) -> Row:
 
 
 def find(rows: Iterable[Row], row: str, **labels: str | float) -> list[Row]:
-    """The rows of that name with these labels that hold at least one value."""
+    """Returns the rows of this name with these labels that have at least one value."""
     return [
         each
         for each in rows
@@ -92,16 +92,16 @@ def find(rows: Iterable[Row], row: str, **labels: str | float) -> list[Row]:
 
 
 def one(parts: PartRows, part: str, row: str, **labels: str | float) -> Row | None:
-    """The first of the part's rows with these labels."""
+    """Returns the part's first row of this name with these labels, else None."""
     return next(iter(find(parts.get(part, ()), row, **labels)), None)
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """The one with the highest median."""
+    """Returns the row with the highest median, None if there is none."""
     return max(rows, key=lambda row: row["median"], default=None)
 
 
 def show(row: Row) -> str:
-    """Such as "52.1 GB/s (51.7 to 52.4, 7 repeats)"."""
+    """Formats a row, such as "52.1 GB/s (51.7 to 52.4, 7 repeats)"."""
     many = f" ({row['low']:.4g} to {row['high']:.4g}, {len(row['values'])} repeats)" if len(row["values"]) > 1 else ""
     return f"{row['median']:.4g} {row['unit']}{many}"

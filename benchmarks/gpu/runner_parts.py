@@ -1,4 +1,4 @@
-"""Parts about the MoE runners of SGLang that the plugin hooks: steps out of managed memory and of slots."""
+"""Parts that run the SGLang MoE runners that the plugin hooks: steps from managed memory and from slots."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from sglang_uvm_offload.cuda.memory import CudaMemory
 
 FUNCTION = MoeShape(experts=32, top_k=4, hidden=2048, intermediate=1024)
 UNUSED, COPIED, RESIDENT = np.arange(1), np.arange(10, 22), np.arange(24, 32)
-"""Experts of it: one in host RAM that no token chooses, those in host RAM that slots hold, and those in VRAM. Tokens choose
-among these two, so no slot is ever filled again. They lie apart, so that they share no block of memory."""
+"""Experts of ``FUNCTION``: one in host RAM that no token chooses, those in host RAM that slots hold, and those in VRAM. Tokens
+choose only from the last two sets, so no slot is refilled. The sets are apart, so that they share no block of memory."""
 BATCHES = (1, 4, 16, 64)
 
 
 def compiled(rows: Rows) -> None:
-    """Marlin's kernels, for this section and for servers with GPTQ experts."""
+    """Compiles Marlin's kernels, for this section and for servers with GPTQ experts."""
     for variant, seconds in ({} if rows.small else marlin_build.build()).items():
         rows.put("compiled", "s until it was there", [seconds], kernels=str(variant))
 
 
 def triton(rows: Rows) -> None:
-    """Triton, bf16 and FP8 in blocks."""
+    """Triton with bf16 and block-FP8 experts."""
     one_function(rows, "Triton, bf16", SglangTriton)
     one_function(rows, "Triton, FP8", SglangTritonFp8)
 
 
 def marlin(rows: Rows) -> None:
-    """Marlin, MXFP4."""
+    """Marlin with MXFP4 experts."""
     one_function(rows, "Marlin", SglangMarlin)
 
 
@@ -51,8 +51,8 @@ def one_function(rows: Rows, name: str, real: type[MoeFunction]) -> None:
 
 
 def deep_gemm(rows: Rows) -> None:
-    """DeepGEMM, FP8 in blocks, in both of its layouts; it computes from slots in the contiguous one. There a block of padding
-    may read expert 0, so in place it is timed with that expert in VRAM too."""
+    """DeepGEMM with block-FP8 experts in both of its layouts; only the contiguous one computes from slots. There padding may
+    read expert 0, so in-place steps are timed with that expert in VRAM too."""
     functions = dict(zip(LAYOUTS, map(function_here, (SglangDeepGemm, MaskedDeepGemm)), strict=True))
     shape = shape_for(rows)
     plain = functions[CONTIGUOUS].weights(shape)
@@ -69,15 +69,15 @@ def shape_for(rows: Rows) -> MoeShape:
 
 
 def holding(shape: MoeShape, *experts: np.ndarray) -> np.ndarray:
-    """``bool[experts]``."""
+    """Returns ``bool[experts]``, true for ``experts``."""
     return np.isin(np.arange(shape.experts), np.concatenate(experts))
 
 
 def in_place(
     rows: Rows, name: str, function: type[MoeFunction], shape: MoeShape, plain: Tensors, layers: dict[str, ServedLayer]
 ) -> None:
-    """Graphs over plain VRAM and over each layer, without slots: what a replay computes, and its time where all that the tokens
-    choose is in host RAM."""
+    """Compares graphs over plain VRAM and over each layer without slots: their outputs, and times with every chosen expert in
+    host RAM."""
     for batch in BATCHES[:: rows.pick(1, 3)]:
         if rows.late():
             return
@@ -95,13 +95,13 @@ def in_place(
 def through_slots(
     rows: Rows, name: str, function: type[MoeFunction], shape: MoeShape, plain: Tensors, served: ServedLayer
 ) -> None:
-    """Graphs over plain VRAM and over slots that the function's own steps have filled, and whose experts' rows are then
-    overwritten: what a replay computes, what is counted, and the time where all that the tokens choose is in slots."""
+    """Compares graphs over plain VRAM and over slots that the function's own steps filled and whose experts' rows are then
+    overwritten: outputs, counts, and times with every chosen expert in slots."""
     fill_and_poison(function, shape, served)
     for batch in BATCHES[:: rows.pick(1, 3)]:
         if rows.late():
             return
-        served.begin_step(0)  # what is captured resolves nothing
+        served.begin_step(0)  # capture resolves nothing
         arms = {"plain": Replayed(function(shape, batch, nowhere), plain, capture)}
         arms["slots"] = Replayed(function(shape, batch, served.find), served.weights, capture)
         before = served.counts()
@@ -117,13 +117,13 @@ def through_slots(
 
 
 def nowhere(address: int) -> None:
-    """No layer has slots."""
+    """Finds no slots for any layer."""
 
 
 def compare(
     rows: Rows, cell: dict[str, object], plain: Replayed, found: Replayed, served: ServedLayer | None = None
 ) -> list[np.ndarray]:
-    """Replay both, with the same experts; returns these. Raises ``AssertionError`` where an output differs."""
+    """Replays both with the same experts and returns these. Raises ``AssertionError`` if an output differs."""
     differ = varies = 0
     used = np.concatenate([RESIDENT, COPIED])
     batch = int(str(cell["batch"]))
@@ -148,7 +148,7 @@ def put_times(
     missed_gb: dict[str, float],
     served: ServedLayer | None = None,
 ) -> None:
-    """Milliseconds of a replay of each arm in turn, the first two rounds left out."""
+    """Times replays of each arm in turn, in milliseconds, without the first two rounds."""
     times: dict[str, list[float]] = {where: [] for where in arms}
     for repeat in range(rows.pick(20, 1) + 2):
         for where in sorted(arms, reverse=bool(repeat % 2)):
@@ -162,8 +162,8 @@ def put_times(
 
 
 def fill_and_poison(function: type[MoeFunction], shape: MoeShape, served: ServedLayer) -> None:
-    """Fill the slots by steps, then overwrite the rows of their experts and of the unused one. Raises ``AssertionError`` where
-    that shows nothing."""
+    """Fills the slots by steps, then overwrites the rows of their experts and of the unused one. Raises ``AssertionError`` if
+    the slots are not filled or in-place steps do not notice."""
     ids = COPIED.astype(np.int32).reshape(-1, shape.top_k)
     step, in_place = function(shape, len(ids), served.find), function(shape, len(ids), nowhere)
     step.route(ids)
@@ -181,7 +181,7 @@ def fill_and_poison(function: type[MoeFunction], shape: MoeShape, served: Served
 
 
 def chosen(experts: Sequence[int] | np.ndarray, shape: MoeShape, batch: int, seed: int) -> np.ndarray:
-    """``ids[tokens, k]`` of these experts, of each token different ones."""
+    """Returns ``ids[tokens, k]`` drawn from ``experts``, different ones for each token."""
     random = np.random.default_rng([seed, batch])
     return np.stack([random.permutation(experts)[: shape.top_k] for _ in range(batch)]).astype(np.int32)
 

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 GIB = 1 << 30
 SMALL_GIB = 1 / 16
-"""What a part takes where it runs at toy sizes."""
+"""Memory that a part takes at toy sizes."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process: ``program`` is a module of this folder."""
+    """A part runs as one process. ``program`` is a module of this folder."""
 
     name: str
     program: str
     expected: int
-    """Seconds that it took on an H200, or should take where it has not run there yet."""
+    """Seconds that it took on an H200, or an estimate if it has not run there yet."""
     limit: int
-    """Seconds after which it begins nothing more; it is killed somewhat later."""
+    """Seconds after which it begins nothing more; the session kills it somewhat later."""
     managed_gib: float
-    """The most managed memory that it holds at a time."""
+    """Peak managed memory."""
     host_gib: float
-    """The most host RAM that it holds at a time."""
+    """Peak host RAM."""
     decides: str
 
 
@@ -140,8 +140,8 @@ SECTIONS = {section.name: section for section in (OPS, SLOTS, RUNNERS, SERVER, M
 
 
 def too_much(part: Part, free_vram: int, host_available: int, small: bool) -> list[str]:
-    """Every reason why the part must not start. Managed memory beyond a third of the free VRAM is refused whatever the
-    part would do with it: oversubscribed managed memory can hang a GPU, and not for this process only."""
+    """Lists every reason why the part must not start. Managed memory beyond a third of the free VRAM is always refused:
+    oversubscribed managed memory can hang the GPU, and not only for this process."""
     reasons = []
     managed = SMALL_GIB if small else part.managed_gib
     host = SMALL_GIB if small else part.host_gib

@@ -1,10 +1,9 @@
-"""Parts that serve a model through SGLang: ``benchmarks/serve.py`` on one checkpoint that is written on the spot.
+"""Parts that serve a model through SGLang: ``benchmarks/serve.py`` on a checkpoint that is written on the spot.
 
-Each part has a resident server of its own beside its contenders. This plugin's servers stream steps with many tokens, as by
-default, into slots or through two stream buffers; what has no buffers gets as much more VRAM. The rows ``run`` and ``cell``
-of a part are the whole run, from which ``benchmarks/serve_report.py`` makes tables; the others are the figures that
-goals are judged by. With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that is
-ready for them.
+Each part has its own resident server beside its contenders. This plugin's servers stream steps with many tokens, as by default,
+into slots or through two stream buffers; contenders without buffers get that much more VRAM. A part's rows ``run`` and ``cell``
+hold the whole run, from which ``benchmarks/serve_report.py`` makes tables; its other rows are the figures that goals judge.
+With ``--small`` nothing is a measurement: the servers run on the CPU, or over a stand-in driver that supports servers.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ from sglang_uvm_offload.residency.budget import MOST_BUFFERS
 
 TRACE = Path(__file__).with_name("routing_trace.npz")
 CHUNK_TOKENS = 8192
-"""Of a prompt, in one step."""
+"""Prompt tokens per step."""
 SERVER_ARGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--grammar-backend", "none", "--disable-prefill-cuda-graph"),
     *("--cuda-graph-max-bs-decode", "64", "--chunked-prefill-size", str(CHUNK_TOKENS)),
 )
-"""For every contender alike: what SGLang can run with where FlashInfer and DeepGEMM are not installed. Without prefill graphs,
-which take their time to capture, and which steps that stream cannot use: so the resident server has none either."""
+"""The same for every contender. They work without FlashInfer and DeepGEMM. Prefill graphs are off: they take long to capture,
+and streaming steps cannot use them, so the resident server has none either."""
 SUBSTITUTES = {
     "xgrammar": ("--grammar-backend", "none"),
     "sgl_kernel.flash_attn": ("--attention-backend", "triton"),
 }
-"""What servers of SGLang's own backends have to be given where a package of these cannot be imported."""
+"""Flags for servers with SGLang's own backends, by the package that cannot be imported."""
 SGLANG_SETTINGS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
-"""Needed beside torch 2.11; without effect on what is computed."""
+"""Needed with torch 2.11; no effect on results."""
 BLOCKS_OF_EXPERTS: dict[str, Any] = {"expert_size": 2048}
-"""With 256 or 512 hidden units a block of 2 MiB holds one expert's projection, or few."""
+"""With a hidden size of 256 or 512, a 2 MiB block then holds one expert's projection, or a few."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class Written:
     shape: str
     layers: int
     family: str
-    """Of ``make_checkpoint.py``, which writes the small one that takes its place where nothing is measured."""
+    """The family of ``make_checkpoint.py`` for the small checkpoint that replaces it where nothing is measured."""
     quant: str | None = None
-    """Of its experts, else bfloat16."""
+    """The experts' quantisation; None: bfloat16."""
 
     @property
     def name(self) -> str:
@@ -72,9 +71,9 @@ class Written:
 
 QWEN = Written("qwen3-30b-a3b", 16, "qwen3_moe")
 QWEN_FP8 = Written("qwen3-30b-a3b", 30, "qwen3_moe", "fp8")
-"""About as many bytes in more layers, so that two stream buffers are a smaller share; the whole model has 48."""
+"""About as many bytes in more layers, so that two stream buffers are a smaller share. The whole model has 48 layers."""
 DEEPSEEK = Written("deepseek-v3", 12, "deepseek_v3")
-"""One rank of 8. SGLang has OffloaderV2 for this architecture only."""
+"""One rank of 8. SGLang supports OffloaderV2 for this architecture only."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,18 @@ class Served:
     contenders: tuple[str, ...]
     residency: float = 0.5
     prompts: tuple[int, ...] = (4096,)
-    """Tokens of those that are timed."""
+    """Lengths of the timed prompts."""
     tokens: int = 24
-    """Of a timed answer, of which the first four are not timed."""
+    """Tokens of a timed answer. The first four are not timed."""
 
 
 PEERS = ("paged_experts", "cpu_offload_gb", "offloader_v2")
 WITHOUT = (*PEERS, "slots_only")
-"""Those that keep no stream buffers."""
+"""Contenders without stream buffers."""
 
 
 def with_stream_buffers(contender: Contender, **more: Any) -> Contender:
-    """The contender in the VRAM that this plugin's residents and stream buffers take, where it has no slots."""
+    """Gives the contender the VRAM that this plugin's residents and stream buffers take without slots."""
 
     def flags(budget: Budget) -> Flags:
         buffers = MOST_BUFFERS / len(budget.model.moe_layers)
@@ -114,7 +113,7 @@ IN_A_SESSION = {each.name: each for each in (*(with_stream_buffers(CONTENDERS[na
 
 
 def add_contenders() -> None:
-    """Those of a session, to the ones that ``serve.py`` knows, or in their place."""
+    """Adds the session's contenders to those of ``serve.py``, or replaces them."""
     CONTENDERS.update(IN_A_SESSION)
 
 
@@ -129,7 +128,7 @@ PLAN = {
 
 
 def sizes(served: Served, small: bool) -> Sizes:
-    """A prompt that is long enough to stream is among those whose answers are compared."""
+    """Returns the part's sizes. The compared answers include one to a prompt that is long enough to stream."""
     streaming = 128 if small else 4096
     return Sizes(
         batches=(1, 4) if small else (1, 4, 16, 64),
@@ -146,21 +145,21 @@ def sizes(served: Served, small: bool) -> Sizes:
 
 
 def importable(package: str) -> bool:
-    """Tried in a process of its own, which loads no more than it must."""
+    """Whether the package can be imported. Tries it in a separate process, so that this one does not load it."""
     return subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, timeout=120).returncode == 0
 
 
 def check_sglang() -> None:
-    """Raises ``SystemExit`` where SGLang or the plugin's entry point is not to be found."""
+    """Raises ``SystemExit`` if SGLang or the plugin's entry point is missing."""
     where = "put the folder that holds it in PYTHONPATH (benchmarks/gpu/README.md)"
     if find_spec("sglang") is None:
         raise SystemExit(f"SGLang is not installed here: {where}")
     if not any(each.name == "uvm_offload" for each in entry_points(group="sglang.srt.plugins")):
-        raise SystemExit(f"SGLang would not load this plugin, whose entry point is not installed: {where}")
+        raise SystemExit(f"SGLang would not load this plugin, because its entry point is not installed: {where}")
 
 
 def ensure_checkpoint(written: Written, small: bool) -> Path:
-    """The checkpoint's folder, written if it is not there. One that was left half is written anew."""
+    """Returns the checkpoint's folder. Writes it if it is missing or incomplete."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-uvm-offload-benchmarks"
     kind = [written.family, *([written.quant] if written.quant else []), *(["blocks"] if REHEARSED else [])]
     folder = cache / ("-".join(["small", *kind]) if small else written.name)
@@ -175,7 +174,7 @@ def ensure_checkpoint(written: Written, small: bool) -> Path:
 
 
 def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
-    """Routers replay the trace; those of the small one are random. It has layers enough for OffloaderV2's groups."""
+    """Writes a checkpoint that replays the trace, or a small one with random routers and enough layers for OffloaderV2."""
     if small:
         make_checkpoint(written.family, folder, quant=written.quant, layers=6, **(BLOCKS_OF_EXPERTS if REHEARSED else {}))
         return
@@ -186,7 +185,7 @@ def write_checkpoint(written: Written, folder: Path, small: bool) -> None:
 
 
 def checkpoint(rows: Rows, written: Written) -> None:
-    """Written once a machine; later parts find it."""
+    """Writes the checkpoint once per machine. Later parts find it."""
     start = time.perf_counter()
     model = shape_of(ensure_checkpoint(written, rows.small))
     seconds = time.perf_counter() - start
@@ -195,7 +194,7 @@ def checkpoint(rows: Rows, written: Written) -> None:
 
 
 def serve_part(rows: Rows, served: Served) -> None:
-    """Serve the part's contenders once each; a plugin of other answers than the resident server's ends the part as failed."""
+    """Serves each of the part's contenders once. The part fails if this plugin's answers differ from the resident server's."""
     check_sglang()
     cpu = on_cpu(rows)
     if cpu:
@@ -210,7 +209,7 @@ def serve_part(rows: Rows, served: Served) -> None:
             out=Path(out),
             device="cpu" if cpu else "cuda",
             contenders=list(served.contenders),
-            residencies=[0.5 if rows.small else served.residency],  # of eight experts more would leave few to read
+            residencies=[0.5 if rows.small else served.residency],  # with more of eight experts in VRAM, few would be read
             repeats=1,
             sizes=sizes(served, rows.small),
             prompts=prompts_for(model, 1),
@@ -232,12 +231,12 @@ def serve_part(rows: Rows, served: Served) -> None:
 
 
 def on_cpu(rows: Rows) -> bool:
-    """Whether servers run there: no kernel computes here, and the stand-in driver is not ready for SGLang."""
+    """Whether servers run on the CPU: no kernel computes here, and the stand-in driver does not support servers."""
     return rows.small and not REHEARSED
 
 
 def leave_the_stand_in() -> None:
-    """Servers on the CPU see no device, not the one that a stand-in driver plays."""
+    """Hides the stand-in driver from servers on the CPU, so that they see no device."""
     for name in [*os.environ]:
         if name.startswith("STANDIN_") or name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"):
             del os.environ[name]
@@ -245,7 +244,7 @@ def leave_the_stand_in() -> None:
 
 
 def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
-    """One server's figures on a checkpoint of ``gib`` GiB, and the end of its log where it failed."""
+    """Records one server's figures on a checkpoint of ``gib`` GiB, or the end of its log if it failed."""
     print(serve_report.line(row), flush=True)
     if "log" in row:
         if row["error"]:
@@ -274,7 +273,7 @@ def put_cell(rows: Rows, out: Path, gib: float, row: dict[str, Any]) -> None:
 
 
 def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
-    """Where decode steps found their offloaded experts, by batch, and what slots did from the server's start to its end."""
+    """Records where decode steps found their offloaded experts, by batch, and what slots did over the server's life."""
     slots = row["offload"]["slots"]
     if slots is None:
         return
@@ -290,7 +289,7 @@ def put_slots(rows: Rows, row: dict[str, Any], labels: dict[str, Any]) -> None:
 
 
 def check_answers(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where the reference or this plugin was not served, or answered otherwise. What peers cannot do is a result."""
+    """Raises if the reference or this plugin was not served, or if its answers differ. A peer's failure is a result."""
     built = [row for row in rows if row["contender"] == "resident" or CONTENDERS[row["contender"]].offload]
     failed = [f"{row['contender']}: {row['error']}" for row in built if row["error"] not in (None, serve_run.NO_TIME)]
     failed += [
@@ -304,15 +303,15 @@ def check_answers(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_moves(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where experts could not be moved: such a server goes on to answer, with the residents that it has."""
+    """Raises if moving experts failed: such a server keeps answering with the residents that it has."""
     faults = [f"{row['contender']}: {row['offload']['fault']}" for row in rows if row.get("offload", {}).get("fault")]
     if faults:
         raise AssertionError(f"moving experts stopped in {'; '.join(faults)}")
 
 
 def check_streams(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where a server did not stream that should, stopped to, or did that should not: the times of its prompts would be
-    others' than its name tells."""
+    """Raises if a server streamed when it should not, did not when it should, or stopped streaming: its prompt times would not
+    be what its name says."""
     served = [row for row in rows if "offload" in row and not row["error"]]
     stopped = {row["contender"]: (row["offload"]["streaming"] or {}).get("fault") for row in served}
     wrong = [f"{contender}: stopped: {fault}" for contender, fault in stopped.items() if fault]
@@ -326,8 +325,8 @@ def check_streams(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_slots(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises where a server did not use its slots in each way: its answers would show nothing of what it left out. Prompts that
-    do not stream leave no experts in slots."""
+    """Raises unless a server used its slots in every way: its answers would prove nothing about the others. Prompts that do not
+    stream leave no experts in slots."""
     wrong = []
     for row in rows:
         if not CONTENDERS[row["contender"]].slots or row["error"]:
@@ -345,7 +344,8 @@ def check_slots(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def took_from_slots(point: dict[str, Any], offloaded_bytes: int) -> bool:
-    """A prompt of one chunk that streams brings all that is offloaded over the link, but for what slots hold."""
+    """Whether this is a prompt of one chunk that streamed and took copies from slots: it then brings fewer bytes over the link
+    than are offloaded."""
     streamed = point["kind"] == "prefill" and point["size"] <= CHUNK_TOKENS and not point["error"]
     return bool(streamed and 0 < point["read_bytes"] < offloaded_bytes)
 

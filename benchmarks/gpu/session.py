@@ -1,8 +1,8 @@
 """Runs the sections of a GPU session: ``scripts/gpu_session.sh --help``.
 
-Each part of a section is a process of its own, so that a crash, a CUDA error that sticks or a hang costs that part only. After
-each part the section's JSON is written, and a later run goes on where this one ended. Whatever hangs, the whole ends in time.
-No torch is imported here.
+Each part runs in its own process, so that a crash, a sticky CUDA error or a hang costs only that part. The section's JSON is
+written after each part, and a later run resumes there. Whatever hangs, the session ends in time. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from benchmarks.gpu.sections import SECTIONS, Part, Section, too_much
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 30
-"""A part that begins nothing more still has to end what it began."""
+"""Extra time for a part to finish what it began before its limit."""
 PATIENCE = 4
-"""How much longer all may take where nothing is measured: no GPU waits for it, and the machine may be a slow one."""
+"""Factor on all limits where nothing is measured: no GPU is waiting, and the machine may be slow."""
 CALL_SECONDS = 570
-"""A machine that cuts a command off after ten minutes must find it ended."""
+"""The default time of a call: some machines kill a command after ten minutes."""
 ENVIRONMENT_SECONDS = 90
-"""To import torch and start CUDA."""
+"""Time to import torch and start CUDA."""
 WRITE_SECONDS = 5
-"""To write a section's results."""
+"""Time to write a section's results."""
 NOTHING_MEASURED = "NOT MEASUREMENTS: no kernel computes here (a stand-in driver), so no figure below says anything of a GPU"
 
 DONE, FAILED, CUT_SHORT, LEFT, TOO_LARGE = "done", "failed", "cut short", "no time left", "too large for this machine"
 
 
 class SectionFailure(Exception):
-    """The section cannot start, or did not end complete. The message has the reason."""
+    """The section could not start, or is not complete. The message gives the reason."""
 
 
 @dataclass
 class Call:
-    """The time of one call of this program."""
+    """The time budget of one call of this program."""
 
     seconds: float
     patience: int = PATIENCE if STAND_IN else 1
     started: float = field(default_factory=lambda: time.monotonic())
 
     def left(self) -> float:
-        """Seconds in which a process may still run, even if it has to be killed at their end."""
+        """Seconds that a process may still run, with time reserved to kill it."""
         spent = time.monotonic() - self.started
         return self.seconds * self.patience - spent - child.KILL_SECONDS - WRITE_SECONDS
 
@@ -96,16 +96,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION[:PART]", help=f"{', '.join(SECTIONS)}; with :PART, one part of it"
     )
-    parser.add_argument("--list", action="store_true", help="say what there is, in order, and how long it takes")
-    parser.add_argument("--dry-run", action="store_true", help="everything up to the first CUDA call")
-    parser.add_argument("--out", type=Path, help="the folder of the results, relative to the repository's root")
-    parser.add_argument("--again", action="store_true", help="do not go on from earlier results: measure anew")
-    parser.add_argument("--once", action="store_true", help="leave out parts that failed before too")
+    parser.add_argument("--list", action="store_true", help="list sections and parts in order, with their times")
+    parser.add_argument("--dry-run", action="store_true", help="do everything up to the first CUDA call")
+    parser.add_argument("--out", type=Path, help="folder for results, relative to the repository's root")
+    parser.add_argument("--again", action="store_true", help="ignore earlier results and measure everything again")
+    parser.add_argument("--once", action="store_true", help="skip parts that failed before, too")
     parser.add_argument(
         "--seconds",
         type=float,
         default=CALL_SECONDS,
-        help="end by then, and leave what does not fit for the next call (default %(default)s)",
+        help="stop within this time; the next call resumes with what is left (default %(default)s)",
     )
     wanted = parser.parse_args(arguments)
     if wanted.seconds <= 0:
@@ -130,13 +130,13 @@ def list_sections() -> None:
 
 
 def run_section(section: Section, names: set[str], wanted: argparse.Namespace, call: Call) -> None:
-    """Runs the parts ``names`` of the section, but for those of an earlier record that are done, or with ``--once`` failed."""
+    """Runs the parts ``names`` of the section, except those that an earlier record has as done or, with ``--once``, failed."""
     environment = describe_machine(call)
     out = wanted.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else default_folder(environment))
     out.mkdir(parents=True, exist_ok=True)
     record = None if wanted.again else earlier_record(out / f"{section.name}.json", environment)
     if record and record["complete"]:
-        print(f"section {section.name}: complete in {out}, not run again (--again would)", flush=True)
+        print(f"section {section.name}: complete in {out}, not run again (use --again to repeat it)", flush=True)
         return
     small = not environment["measured"]
     call.patience = PATIENCE if small else 1
@@ -174,7 +174,7 @@ def run_section(section: Section, names: set[str], wanted: argparse.Namespace, c
 
 
 def run_part(part: Part, left: float, small: bool, log: TextIO) -> dict[str, Any]:
-    """This part in the section's record. It runs for ``left`` at most, or is killed GRACE_SECONDS later."""
+    """Runs a part for at most ``left`` seconds, kills it GRACE_SECONDS later, and returns its entry in the section's record."""
     started = time.monotonic()
     if left < min(part.expected, part.limit):
         say(log, f"-- {part.name}: no time left ({left:.0f} s)")
@@ -233,15 +233,15 @@ def table(section: Section, record: dict[str, Any]) -> list[str]:
 
 
 def earlier_record(path: Path, environment: dict[str, Any]) -> dict[str, Any] | None:
-    """A section's record that this machine may go on from. Figures of different machines, drivers, libraries or code
-    (``shown_code``) do not make one section, and figures of a stand-in never count for a GPU."""
+    """Returns an earlier record that this run may resume, else None. A section never mixes figures of different machines,
+    drivers, libraries or code (``shown_code``), nor figures of a stand-in with a GPU's."""
     if not path.exists():
         return None
     record: dict[str, Any] = json.loads(path.read_text())
     same = ("device", "driver", "cuda_of_torch", "torch", "code", "measured")
     other = [name for name in same if record["environment"].get(name) != environment[name]]
     if other:
-        print(f"{path} is of another {', '.join(other)}: measuring anew", flush=True)
+        print(f"{path} has another {', '.join(other)}: measuring again", flush=True)
     return None if other else record
 
 
@@ -249,7 +249,7 @@ def earlier_record(path: Path, environment: dict[str, Any]) -> dict[str, Any] | 
 
 
 def dry_run(sections: Sequence[Section]) -> int:
-    """Compile and check everything that needs no GPU. Programs run with no CUDA device visible."""
+    """Compiles and checks everything that needs no GPU. Programs run with no CUDA device visible."""
     command = [*program("dry_run"), *{part.program: None for section in sections for part in section.parts}]
     print(f"== {' '.join(command)}", flush=True)
     failed = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).returncode != 0
@@ -265,18 +265,18 @@ def dry_run(sections: Sequence[Section]) -> int:
 
 
 def program(name: str) -> list[str]:
-    """The command that runs a program of this folder, from the root of the repository."""
+    """Returns the command that runs a program of this folder from the root of the repository."""
     return [sys.executable, "-m", f"benchmarks.gpu.{name}"]
 
 
 def say(log: TextIO, text: str) -> None:
-    """To the log and to whoever watches."""
+    """Writes to the log and to stdout."""
     print(text, flush=True)
     print(text, file=log, flush=True)
 
 
 def describe_machine(call: Call) -> dict[str, Any]:
-    """Starts CUDA, in a process of its own."""
+    """Describes the machine in a separate process, which starts CUDA."""
     if call.left() <= 0:
         raise SectionFailure("not started: no time left in this call")
     seconds = min(ENVIRONMENT_SECONDS * call.patience, call.left())
@@ -295,7 +295,7 @@ def default_folder(environment: dict[str, Any]) -> Path:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """One row a line, so that results can be read and compared as text. The old file stays until the new one is whole."""
+    """Writes one row per line, so that results diff as text. Replaces the old file only once the new one is complete."""
     shown = {**record, "parts": {}}
     text = json.dumps(shown, indent=1)
     parts = []

@@ -1,6 +1,6 @@
-"""The code whose behaviour logs show, as digests: a claim whose code has changed since its log says so (GPU_STATUS.md).
+"""Digests of the code whose behaviour logs show. A claim whose code changed since its log must say so (GPU_STATUS.md).
 
-Comments and spaces do not count. Of a CUDA source the named functions do, with all of it that they use.
+Comments and spaces do not count. In a CUDA source only the named functions count, with everything of the file that they use.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CODE: dict[str, dict[str, tuple[str, ...]]] = {
     "read times": {KERNELS: ("uvm_time_reads_kernel",), f"{PACKAGE}/cuda/read_times.py": ()},
     "link": {KERNELS: ("uvm_read_kernel",), f"{PACKAGE}/cuda/link.py": ()},
 }
-"""What claims name: functions of CUDA sources, and whole Python files."""
+"""Code by the name that claims use: functions of CUDA sources, and whole Python files."""
 RECORDED = ROOT / "benchmarks" / "results" / "code.json"
-"""Digests by commit, of logs that were made before logs had them."""
+"""Digests by commit, for logs from before logs held digests."""
 
 Read = Callable[[str], str]
-"""The text of a file by its path in the repository."""
+"""Returns the text of a file by its path in the repository."""
 
 
 def digests(read: Read = lambda path: (ROOT / path).read_text()) -> dict[str, str]:
-    """The digest of each piece of ``CODE``."""
+    """Returns the digest of each entry of ``CODE``."""
     return {name: digest(files, read) for name, files in CODE.items()}
 
 
@@ -48,7 +48,7 @@ def digest(files: dict[str, tuple[str, ...]], read: Read) -> str:
 
 
 def of_python(text: str) -> str:
-    """Without comments, docstrings and spaces."""
+    """Returns the text without comments, docstrings and spaces."""
     lines = [list(line) for line in text.splitlines(keepends=True)]
 
     def blank(begin: tuple[int, int], end: tuple[int, int]) -> None:
@@ -70,7 +70,7 @@ def of_python(text: str) -> str:
 
 
 def of_cuda(text: str, names: tuple[str, ...]) -> str:
-    """The named definitions, and all that they use of the file, in its order."""
+    """Returns the named definitions and everything of the file that they use, in file order."""
     pieces = definitions(re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
     owners: dict[str, set[int]] = {}
     for number, piece in enumerate(pieces):
@@ -85,7 +85,7 @@ def of_cuda(text: str, names: tuple[str, ...]) -> str:
 
 
 def definitions(text: str) -> list[str]:
-    """What stands at the left edge, with the lines below it that do not."""
+    """Splits the text at lines that start at the left edge; indented lines belong to the one above."""
     pieces: list[str] = []
     for line in text.splitlines():
         if re.match(r"(namespace|extern \"C\") ?\{|\}\s*$|#|$", line):
@@ -98,7 +98,7 @@ def definitions(text: str) -> list[str]:
 
 
 def defined_in(piece: str) -> set[str]:
-    """The names that a definition gives: of a type, an enum's members, of constants or a variable, of a function ("f(")."""
+    """Returns the names that a piece defines: a type, an enum's members, constants, a variable, or a function as "f("."""
     head = piece.partition("{")[0]
     if found := re.match(r"(?:struct|class|enum class)\s+(\w+)", piece):
         return {found[1]}
@@ -112,12 +112,12 @@ def defined_in(piece: str) -> set[str]:
 
 
 def used_by(piece: str) -> list[str]:
-    """Every name in it; one that is called, as that of a function too."""
+    """Lists every name in the piece; a called one also as "f("."""
     return [used for name, call in re.findall(r"\b([A-Za-z_]\w*)(\s*\()?", piece) for used in {name, name + call.strip()}]
 
 
 def has_changed(names: Sequence[str], log: Path, now: dict[str, str]) -> bool:
-    """Whether one of these pieces is another one ``now`` than in the log, whose JSON is given, or nobody knows that one."""
+    """Whether the code of one of ``names`` is different ``now`` than in ``log`` (its JSON), or unknown there."""
     known: dict[str, dict[str, str]] = json.loads(RECORDED.read_text())
     environment = json.loads(log.read_text())["environment"]
     then = environment.get("code") or known.get(environment["commit"], {})

@@ -1,4 +1,4 @@
-"""Parts about the kernels that bring experts into slots: what deciding costs, and how fast misses and whole layers come."""
+"""Parts that measure the kernels that fill slots: the cost of deciding, and the rates of misses and of whole layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALIGNED = ("SGLang", "SGLang, then slots", "slots")
 
 
 class Resolved:
-    """A step that resolves the slots of many layers, captured. The pool is full: each layer's first experts are in slots."""
+    """A captured step that resolves the slots of many layers. The pool is full: slots hold each layer's first experts."""
 
     EXPERTS, TOP_K, ROW_BYTES = 256, 8, 64
 
@@ -59,7 +59,7 @@ class Resolved:
         )
 
     def _fill(self, num_slots: int) -> None:
-        """Slot after slot gets one of each layer's first experts, in as many steps as the fills of a step allow."""
+        """Fills slots with each layer's first experts, in as many steps as the limit of fills per step requires."""
         ids = torch.arange(num_slots, dtype=torch.int32).view(-1, 8).cuda()
         nothing, none = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
         for _ in range(0, num_slots, 64):
@@ -68,7 +68,7 @@ class Resolved:
                 self._slots.resolve(layer, ids, BlockLists(nothing, none, BLOCK_M))
 
     def use(self, experts: int) -> int:
-        """The next steps choose among the first ``experts`` at random. Returns how many they use."""
+        """Makes the next steps choose at random among the first ``experts``. Returns how many of them they use."""
         ids = np.argsort(self._random.random((self._batch, experts)), axis=1)[:, : self.TOP_K].astype(np.int32)
         used = np.unique(ids).astype(np.int32)
         self._ids.copy_(torch.from_numpy(ids))
@@ -85,8 +85,8 @@ class Resolved:
             self._slots.resolve(layer, self._ids, BlockLists(self._blocks[layer], self._padded, BLOCK_M))
 
     def _align(self, way: str) -> None:
-        """``ALIGNED``: who makes the lists, and whether they are resolved."""
-        from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size  # imported late: no other part needs SGLang
+        """Aligns the ids by a ``way`` of ``ALIGNED``: who makes the lists, and whether slots resolve them."""
+        from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size  # only this part needs SGLang
 
         pairs = self._ids.numel()
         for layer in range(self._layers):
@@ -104,7 +104,7 @@ class Resolved:
         return elapsed_ms(self._graph.replay)
 
     def aligned_ms(self) -> dict[str, float]:
-        """By ``ALIGNED``; empty for too many ids."""
+        """Returns milliseconds by ``ALIGNED``; empty with too many ids."""
         times = {}
         for way, graph in self._aligned.items():
             self.begin_step(self._batch)
@@ -112,15 +112,15 @@ class Resolved:
         return times
 
     def counted(self, kind: int) -> int:
-        """Of all decode steps, a kind of ``routing.counts``."""
+        """Returns the total of one kind of ``routing.counts`` over all decode steps."""
         counted = self._counters.read().slots
         assert counted is not None
         return int(counted[:, Phase.DECODE, kind].sum())
 
 
 def resolve(rows: Rows) -> None:
-    """75 layers in one graph: what deciding takes where all experts are in slots, and where the pool is full and some miss; and
-    beside SGLang's aligner, after it and in its place."""
+    """Times resolving 75 layers in one graph, with every expert in a slot and with misses in a full pool, and compares SGLang's
+    aligner alone, followed by resolving, and replaced by it."""
     layers = rows.pick(75, 2)
     for num_slots in (64, 192):
         for batch in (1, 8, 64)[:: rows.pick(1, 2)]:
@@ -146,8 +146,8 @@ def resolve_hits(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
 
 
 def resolve_misses(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
-    """Each step uses any of the experts, and looks for victims in the pool of all layers. The rows are so small that their
-    copies take no time. Misses and fills are means of a layer."""
+    """Times steps that use any of the experts and so look for victims in the pool of all layers. Rows are so small that copies
+    take no time. Misses and fills are means per layer."""
     times, used, count = [], 0, rows.pick(32, 3)
     before = [step.counted(kind) for kind in (SLOT_HITS, SLOT_FILLS)]
     for _ in range(count):
@@ -165,7 +165,7 @@ def resolve_misses(rows: Rows, step: Resolved, labels: dict[str, int]) -> None:
 
 
 class Filled:
-    """One tensor of offloaded experts and slots for ``most`` of them, and the work of steps that bring some."""
+    """One tensor of offloaded experts with slots for ``most`` of them, and steps that fill some."""
 
     def __init__(self, memory: CudaMemory, experts: int, expert_bytes: int, most: int):
         pool = ExpertPool(memory, 1, experts, [expert_bytes], most)
@@ -186,7 +186,7 @@ class Filled:
         self._staging = CudaStaging(0, most * expert_bytes, 1)
 
     def graph(self, count: int) -> Callable[[int], float]:
-        """Milliseconds of a captured step that misses ``count`` experts from the given one on."""
+        """Returns a timer of a captured step that misses ``count`` experts from a given one on, in milliseconds."""
         self.ids = torch.zeros(1, count, dtype=torch.int32, device="cuda")
         self.blocks = torch.zeros(count, dtype=torch.int32, device="cuda")
         self.padded = torch.tensor([count * BLOCK_M], dtype=torch.int32).cuda()
@@ -205,7 +205,7 @@ class Filled:
         return once
 
     def wrong(self, first: int) -> int:
-        """Of the experts of the last step, those whose slot holds other bytes, or that have none."""
+        """Counts experts of the last step that have no slot, or whose slot holds other bytes."""
         slots = self.blocks.tolist()
         pairs = [(self.rows[row], self.rows[first + i]) for i, row in enumerate(slots)]
         if not computes():
@@ -213,7 +213,7 @@ class Filled:
         return sum(row < self.first_slot or not torch.equal(*pair) for row, pair in zip(slots, pairs, strict=True))
 
     def bring(self, blocks: int) -> Callable[[], None]:
-        """Brings all experts that fit into empty slots, from the next step on."""
+        """Returns a call that brings as many experts as fit into the empty slots, with ``blocks`` thread blocks."""
         self._slots.reset()
         self.counters.begin_step(1, Phase.PREFILL)
         self._slots.begin_step([(0, 1)], brings=True)
@@ -226,14 +226,14 @@ class Filled:
         return bring
 
     def brought_wrong(self) -> int:
-        """Of all experts, as ``wrong``."""
+        """Counts all experts, as ``wrong``."""
         self.blocks = torch.arange(self.experts, dtype=torch.int32).cuda()
         padded = torch.tensor([self.experts * BLOCK_M], dtype=torch.int32).cuda()
         self._slots.resolve(0, self.blocks.view(1, -1), BlockLists(self.blocks, padded, BLOCK_M))
         return self.wrong(0)
 
     def copied(self, count: int, first: int) -> None:
-        """By the project's kernel for streaming."""
+        """Copies experts with the stream buffers' kernel."""
         part = ManagedRange(self.rows[first].data_ptr(), count * self.nbytes, "experts")
         self._staging.begin_step()
         self._staging.copy(0, [Part(part, part.nbytes, 0)])
@@ -241,8 +241,8 @@ class Filled:
 
 
 def fill(rows: Rows) -> None:
-    """A layer's misses brought into slots, beside a copy of the same experts; bytes of the slots; the slots' own
-    read rate, which shows where they lie; and fills beside a kernel that leaves no room on the GPU."""
+    """Compares fills of a layer's misses with a copy of the same experts, checks the slots' bytes, measures the slots' read
+    rate, which shows where they lie, and fills slots beside a kernel that occupies the whole GPU."""
     memory = CudaMemory()
     for kib in (64, 48) if rows.small else (1536, 3072, 6144, 11264, 16384):
         most = rows.pick(32, 8)
@@ -276,7 +276,7 @@ def put_rate(rows: Rows, filled: Filled, count: int, way: str, times: list[float
 
 
 def where_slots_lie(rows: Rows, filled: Filled, mib: float) -> None:
-    """The rows behind the experts are in VRAM if they are read like VRAM."""
+    """Compares reads of the rows behind the experts with reads of plain VRAM: equal rates show that they are in VRAM."""
     slots, out = filled.rows[filled.first_slot :].view(torch.int32), filled.scratch.view(torch.int32)
     plain = torch.zeros_like(out)
     for what, source in (("slots", slots), ("plain VRAM", plain)):
@@ -286,7 +286,7 @@ def where_slots_lie(rows: Rows, filled: Filled, mib: float) -> None:
 
 
 def beside(rows: Rows, memory: CudaMemory) -> None:
-    """The fills of many steps while another stream's kernels have more blocks than the GPU holds: none may wait for ever."""
+    """Fills slots in many steps while another stream's kernels have more blocks than the GPU holds: no fill may hang."""
     filled = Filled(memory, 16, rows.pick(3072, 64) * KIB, 8)
     source = torch.zeros(rows.pick(256 * MIB, MIB) // 4, dtype=torch.int32, device="cuda")
     target, side = torch.zeros_like(source), torch.cuda.Stream()
@@ -311,8 +311,8 @@ def beside(rows: Rows, memory: CudaMemory) -> None:
 
 
 class Overlapped:
-    """A layer of experts of 3 and 1.5 MiB, all offloaded, and two kernels in place of its GEMMs, bound by VRAM, that read
-    as many bytes as the experts of a step have."""
+    """A layer of offloaded experts of 3 and 1.5 MiB. Two kernels replace its GEMMs; they are bound by VRAM and read as many
+    bytes as a step's experts have."""
 
     EXPERTS, SIZES = 64, (3072, 1536)
 
@@ -333,13 +333,13 @@ class Overlapped:
         self.later = frozenset([homes[1].address])
         self._read = [torch.zeros(most * nbytes, dtype=torch.uint8, device="cuda") for nbytes in sizes]
         self._seen = [torch.zeros_like(each) for each in self._read]
-        self._pool = pool  # it keeps the tensors
+        self._pool = pool  # keeps the tensors alive
 
     def graph(self, used: int, misses: int, later: frozenset[int]) -> Callable[[], float]:
-        """Milliseconds of a captured step of ``used`` experts, of which so many miss."""
+        """Returns a timer of a captured step with ``used`` experts, ``misses`` of which miss, in milliseconds."""
         ids = torch.zeros(1, used, dtype=torch.int32, device="cuda")
         blocks, padded = torch.zeros(used, dtype=torch.int32, device="cuda"), torch.tensor([used * BLOCK_M]).int().cuda()
-        self._captured = blocks, padded  # the graph keeps no tensor
+        self._captured = blocks, padded  # the graph does not keep them alive
         self._counters.begin_step(0, Phase.DECODE)
 
         def forward() -> None:
@@ -364,7 +364,7 @@ class Overlapped:
 
 
 def overlap(rows: Rows) -> None:
-    """A step of which some experts miss, whose second GEMM's tensors come to slots before the first one, or while it runs."""
+    """Times steps with misses whose tensors for the second GEMM reach slots before the first GEMM, or while it runs."""
     most = rows.pick(8, 4)
     layer = Overlapped(CudaMemory(), most, rows.small)
     for misses in (0, 1, 4)[: rows.pick(3, 2)]:
@@ -379,8 +379,8 @@ def overlap(rows: Rows) -> None:
 
 
 class Ahead:
-    """A step of layers with experts of 3 and 1.5 MiB, all offloaded, and kernels in place of the rest of each layer: two that
-    read the rows of its experts as its list has them, and one as long as attention may take."""
+    """A step of layers with offloaded experts of 3 and 1.5 MiB. Kernels replace the rest of each layer: two read the rows of
+    its experts in list order, and one takes as long as attention may."""
 
     EXPERTS, USED, SLOTS, SIZES = 16, 4, 72, (3072, 1536)
 
@@ -415,13 +415,13 @@ class Ahead:
         return 1 + layer * cls.EXPERTS + expert
 
     def graph(self, misses: int, guessed: int | None) -> Callable[[], float]:
-        """Milliseconds of a captured step in which each layer misses so many experts, the last ones that it uses. ``guessed``:
-        the first of as many that are guessed for each layer; None: nothing is looked ahead for."""
+        """Returns a timer of a captured step in which each layer misses ``misses`` experts, the last ones that it uses, in
+        milliseconds. ``guessed`` is the first of as many guessed experts for each layer; None: no lookahead."""
         self._ids = torch.zeros(1, self.USED, dtype=torch.int32, device="cuda")
         blocks = torch.zeros(self.layers, self.USED, dtype=torch.int32, device="cuda")
         padded = torch.tensor([self.USED * BLOCK_M], dtype=torch.int32).cuda()
         guess = torch.arange(guessed or 0, (guessed or 0) + misses, dtype=torch.int32).view(1, misses).cuda()
-        self._captured = blocks, padded, guess  # the graph keeps no tensor
+        self._captured = blocks, padded, guess  # the graph does not keep them alive
         self._counters.begin_step(0, Phase.DECODE)
 
         def forward() -> None:
@@ -451,7 +451,7 @@ class Ahead:
         return once
 
     def wrong(self) -> int:
-        """Of the experts that the last step read, those with other bytes."""
+        """Counts rows that the last step read with other bytes than their experts'."""
         if not computes():
             return 0
         pairs = [(layer, rows, i) for layer, seen in enumerate(self._seen) for rows in seen for i in range(self.USED)]
@@ -459,7 +459,7 @@ class Ahead:
 
 
 def ahead(rows: Rows) -> None:
-    """Steps whose layers miss some experts: without guesses, with right and with wrong ones, and the bytes that they read."""
+    """Times steps with misses without guesses, with right ones and with wrong ones, and checks the bytes that they read."""
     step = Ahead(CudaMemory(), rows.small)
     wrong = done = 0
     for misses in (1, 2)[: rows.pick(2, 1)]:
@@ -486,8 +486,8 @@ def ahead(rows: Rows) -> None:
 
 
 def bring(rows: Rows) -> None:
-    """A layer's experts brought into slots, by as many blocks of the kernel, alone and beside a kernel that is bound by VRAM:
-    their rate, and how much longer the other kernel takes. The copy kernel of the stream buffers for comparison."""
+    """Brings a layer's experts into slots with different numbers of thread blocks, alone and beside a kernel that is bound by
+    VRAM. Measures the rate and how much longer the other kernel takes, and compares the stream buffers' copy kernel."""
     memory = CudaMemory()
     source = torch.zeros(rows.pick(256 * MIB, MIB) // 4, dtype=torch.int32, device="cuda")
     target, side = torch.zeros_like(source), torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""What parts time on the device, and what they run it beside."""
+"""Helpers that time work on the device, alone or beside other work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def elapsed_ms(work: Callable[[], object]) -> float:
 
 
 def gb_per_s(nbytes: int, ms: float) -> float:
-    """0 where no time passed, as over a stand-in."""
+    """Returns GB/s, or 0 if no time passed, as over a stand-in."""
     return nbytes / ms / 1e6 if ms > 0 else 0.0
 
 
@@ -33,7 +33,7 @@ def capture(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 class Beside:
-    """Work of another stream, as long as it takes to run beside something."""
+    """Work on another stream that lasts as long as what runs beside it."""
 
     def __init__(self, work: Callable[[], object]):
         self._work = work
@@ -42,7 +42,7 @@ class Beside:
         self._times = 1
 
     def last(self, ms: float) -> None:
-        """Make it last so long from now on."""
+        """Makes it last ``ms`` milliseconds from now on."""
         self._times = max(1, min(1000, math.ceil(ms / self._once))) if self._once > 0 else 1
 
     def run(self) -> None:

@@ -202,7 +202,7 @@ class TestSizes:
 
     def test_a_folder_with_files_is_left_alone(self, trace: Trace, tmp_path: Path) -> None:
         (tmp_path / "mine").touch()
-        with pytest.raises(Refused, match="there already"):
+        with pytest.raises(Refused, match="already exists"):
             trace_checkpoint.write(MODELS["tiny-qwen3"], trace, tmp_path)
         assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
