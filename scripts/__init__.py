@@ -1,1 +1,1 @@
-"""What a checkout is worked with: tests, checkpoints, the quickstart, and the harness that starts servers."""
+"""Tools for a checkout: tests, checkpoints, the quickstart, and the harness that starts servers."""

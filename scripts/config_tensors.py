@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint with a given config.json, by the names, shapes and types of released checkpoints of some
-families: for writers of checkpoints, and to compare with."""
+"""Lists the tensors of a checkpoint with a given config.json: names, shapes and types as in released checkpoints of some
+families. Used to write checkpoints and to compare with."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from scripts.quantized_linear import QuantizedLinear, UnknownTensors
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError, NoExperts, TensorInfo
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Of a model's weights, by torch's names."""
+"""Safetensors dtype of a model's weights by torch's name."""
 
 MXFP4_BLOCK = 32
-"""Weights that share a scale of one byte."""
+"""Weights per one-byte scale."""
 
 _OF_THE_WHOLE = ("quantization_config", "compression_config", "torch_dtype", "dtype")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json in ``folder`` for the language model, with the quantisation that ModelOpt states beside it."""
+    """Reads the language model's config.json in ``folder``, with the quantisation that ModelOpt states beside it."""
     config = text_config(json.loads((folder / "config.json").read_text()))
     beside = folder / "hf_quant_config.json"
     if "quantization_config" not in config and "compression_config" not in config and beside.exists():
@@ -38,7 +38,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(config: Mapping[str, Any], others: Mapping[str, Family] | None = None) -> list[TensorInfo]:
-    """The tensors of a checkpoint with ``config`` (as in config.json), draft layers included. ``others``: more families."""
+    """Returns the tensors of a checkpoint with ``config`` (as config.json has it), and of its draft layers. ``others`` adds
+    families."""
     writer, families = Writer(config), {**FAMILIES, **(others or {})}
     family = families.get(config.get("model_type", ""))
     if family is None:
@@ -60,7 +61,7 @@ def tensors_of(config: Mapping[str, Any], others: Mapping[str, Family] | None = 
 
 
 def _quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``config`` states, with SGLang's name of the method."""
+    """Returns the quantisation that ``config`` states, with SGLang's name of the method."""
     quant = config.get("quantization_config") or config.get("compression_config") or {}
     if not quant or quant.get("quant_method") not in (None, "modelopt"):
         return dict(quant)
@@ -68,7 +69,7 @@ def _quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Writer:
-    """Collects tensors, with the config's quantisation applied to the modules that it includes."""
+    """Collects tensors, and quantises the modules that the config includes."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
@@ -102,7 +103,7 @@ class Writer:
         self.tensors.append(TensorInfo(name, dtype or self.dtype, shape))
 
     def linear(self, name: str, out: int, into: int, bias: bool = False) -> None:
-        """``name``.weight and what its quantisation adds. ``out`` x ``into``, as torch.nn.Linear has it."""
+        """Adds ``name``.weight and what its quantisation adds. ``out`` x ``into``, as in torch.nn.Linear."""
         self.tensors += self.quantized.tensors(name, out, into)
         if bias:
             self.plain(f"{name}.bias", out)
@@ -114,18 +115,18 @@ class Writer:
 
 
 Family = Callable[[Writer, str, bool], None]
-"""Adds the tensors of a decoder layer of this name. The last argument says whether it has routed experts."""
+"""Adds the tensors of the decoder layer of this name. The last argument says whether it has routed experts."""
 
 
 def _decoder_layer(w: Writer, family: Family, name: str, routed: bool) -> None:
-    if w.config.get("model_type") != "longcat_flash":  # which has two of each
+    if w.config.get("model_type") != "longcat_flash":  # LongCat has two of each
         w.plain(f"{name}.input_layernorm.weight", w.hidden)
         w.plain(f"{name}.post_attention_layernorm.weight", w.hidden)
     family(w, name, routed)
 
 
 def _draft_layer(w: Writer, family: Family, name: str) -> None:
-    """The draft layer of NEXTN speculation. It repeats the model's embedding and head, except in GLM-5."""
+    """Adds the draft layer of NEXTN speculation. It repeats the model's embedding and head, except in GLM-5."""
     _decoder_layer(w, family, name, routed=True)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         w.plain(f"{name}.{norm}.weight", w.hidden)
@@ -137,7 +138,7 @@ def _draft_layer(w: Writer, family: Family, name: str) -> None:
 
 
 def grouped_attention(w: Writer, name: str, bias: bool, out_bias: bool = False) -> int:
-    """Query, key, value and output projections. Returns the size of a head."""
+    """Adds query, key, value and output projections. Returns the head size."""
     heads = w.size("num_attention_heads")
     kv_heads = w.size("num_key_value_heads", heads)
     head = w.size("head_dim", w.hidden // heads)
@@ -176,7 +177,7 @@ def routed_experts(w: Writer, name: str, size: int, **projections: str) -> None:
 
 
 def shared_and_routed(w: Writer, name: str, routed: bool, correction: bool) -> None:
-    """As in DeepSeek and GLM: a dense MLP, or routed and shared experts."""
+    """Adds a dense MLP, or routed and shared experts, as in DeepSeek and GLM."""
     if not routed:
         return w.mlp(name, w.size("intermediate_size"))
     size = w.size("moe_intermediate_size")
@@ -228,7 +229,7 @@ def _olmoe(w: Writer, name: str, routed: bool) -> None:
 
 
 def _gpt_oss(w: Writer, name: str, routed: bool) -> None:
-    """The experts of a layer are stacked in one tensor for each part, gate and up interleaved, with biases."""
+    """Stacks a layer's experts in one tensor per part, with gate and up interleaved, and with biases."""
     bias = bool(w.config.get("attention_bias"))
     grouped_attention(w, f"{name}.self_attn", bias, bias)
     w.plain(f"{name}.self_attn.sinks", w.size("num_attention_heads"))

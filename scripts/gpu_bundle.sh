@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Gathers in FOLDER what scripts/gpu_machine.sh needs on a GPU machine without a network: SGLang, what it imports and that machine's
-# Python lacks, DeepGEMM, and kernels that are compiled at run time, for sm_90. Under 50 MB, in a quarter of an hour on two cores.
-# usage: scripts/gpu_bundle.sh FOLDER         again with the same FOLDER: makes what is missing there
-# environment: PYTHON_VERSION=3.12: that machine's; VENV=DIR as for scripts/rehearse.sh
+# Bundles in FOLDER what scripts/gpu_machine.sh needs on a GPU machine without a network: SGLang, the imports that the machine's
+# Python lacks, DeepGEMM, and the kernels that are compiled at run time, for sm_90. Under 50 MB; about 15 minutes on two cores.
+# usage: scripts/gpu_bundle.sh FOLDER         with an existing FOLDER: adds what is missing
+# environment: PYTHON_VERSION=3.12 is that machine's; VENV=DIR, as for scripts/rehearse.sh
 set -euo pipefail
 out=$(mkdir -p "${1:?usage: scripts/gpu_bundle.sh FOLDER}" && realpath "$1")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,10 +21,10 @@ unpack() { mkdir -p "$2" && for wheel in "$1"/*.whl; do python3 -m zipfile -e "$
 if [ ! -f "$out/site.tar.xz" ]; then
   download "$work/wheels" --requirement benchmarks/gpu/carried.txt
   unpack "$work/wheels" "$work/site"
-  # What Triton's attention and MoE never load: kernels of other GPUs, SGLang's FlashAttention and FlashMLA, images and video.
+  # Triton's attention and MoE never load these: kernels for other GPUs, SGLang's FlashAttention and FlashMLA, images and video.
   rm -rf "$work"/site/{sglang/multimodal_gen,sglang/test,bin} "$work"/site/sglang/srt/{rust_extensions,mem_cache/rust_tree_core}/*.so
   find "$work/site/sgl_kernel" -name '*.so' ! -path '*/sm90/*' ! -name 'spatial_ops*' -delete
-  mkdir "$work"/site/{IPython,soundfile}    # which SGLang only imports
+  mkdir "$work"/site/{IPython,soundfile}    # SGLang imports these but does not use them here
   echo 'from . import display' >"$work/site/IPython/__init__.py"
   echo 'HTML = display = None' >"$work/site/IPython/display.py"
   touch "$work/site/soundfile/__init__.py"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs COMMAND on a GPU machine without a network, from this checkout: beside the machine's Python 3.12, torch 2.11 and nvcc 13 it uses
-# what scripts/gpu_bundle.sh gathered in FOLDER, which it unpacks once. Checkpoints are written to a RAM disk.
+# Runs COMMAND from this checkout on a GPU machine without a network. It uses the machine's Python 3.12, torch 2.11 and nvcc 13, and
+# the bundle of scripts/gpu_bundle.sh in FOLDER, which it unpacks once. It writes checkpoints to a RAM disk.
 # usage: scripts/gpu_machine.sh FOLDER COMMAND...
-# environment: OUT=DIR receives what was compiled here as compiled.tar.gz: put into FOLDER, it serves the next machine
+# environment: OUT=DIR receives newly compiled kernels as compiled.tar.gz; put it into FOLDER for the next machine
 set -euo pipefail
 folder=$(realpath "${1:?usage: scripts/gpu_machine.sh FOLDER COMMAND...}")
 shift
@@ -16,7 +16,7 @@ if [ ! -f "$MACHINE/ready" ]; then
   mkdir -p "$MACHINE"
   python3 -c 'import sys, tarfile
 for each in sys.argv[2:]: tarfile.open(each).extractall(sys.argv[1], filter="fully_trusted")' "$MACHINE" "$folder"/*.tar.*
-  python3 -m compileall -q -j 0 "$MACHINE/site" >/dev/null || true    # a file for another Python is no error
+  python3 -m compileall -q -j 0 "$MACHINE/site" >/dev/null || true    # files for another Python do not compile
   touch "$MACHINE/ready"
 fi
 python3 -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --no-index --upgrade --target "$MACHINE/site" .

@@ -1,17 +1,17 @@
-"""Write a tiny random mixture-of-experts checkpoint that real serving code loads like a real one.
+"""Writes a tiny random mixture-of-experts checkpoint that serving engines load like a released one.
 
     python -m scripts.make_checkpoint glm4_moe /tmp/glm --dtype bfloat16
     python -m scripts.make_checkpoint qwen3_moe /tmp/gptq --quant gptq
     python -m scripts.make_checkpoint deepseek_v3 /tmp/skewed --skew 1,5,9,12
 
 The layout is Hugging Face's (config.json, model.safetensors, a byte-level tokenizer with a chat template). Every tensor is
-drawn from a generator seeded by the seed and the tensor's name, so the same arguments give the same files. No network.
+drawn from a generator seeded by the seed and the tensor's name, so the same arguments give the same files. It needs no network.
 
-Three properties are on purpose:
+Three properties are deliberate:
 
-* an expert's slice of each projection is at least 64 KiB, so that experts can be placed one by one;
-* weights are scaled to their fan-in, so that every expert shows in the output and a misplaced one changes the tokens;
-* only printable characters can be generated, and never the end-of-text token, so that answers have the requested length.
+* An expert's slice of each projection is at least 64 KiB, so that experts can be placed one by one.
+* Weights are scaled to their fan-in, so that every expert affects the output and a misplaced one changes the tokens.
+* Only printable characters are generated, never the end-of-text token, so that answers have the requested length.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ CHAT_TEMPLATE = (
 )
 
 QUANTS = ("fp8", "int8", "gptq")
-BLOCK = 128  # of block-FP8 in both directions, and the group of GPTQ
+BLOCK = 128  # block-FP8's block in both directions, and GPTQ's group
 
-# LongCat's n-gram embedding: tokens that the longest n-gram has, and tables for each number of tokens.
+# LongCat's n-gram embedding: tokens in the longest n-gram, and tables per n-gram length.
 NGRAM_TOKENS, NGRAM_TABLES = 3, 2
-ZERO_EXPERTS = 4  # of LongCat: they compute nothing
+ZERO_EXPERTS = 4  # LongCat's; they compute nothing
 
-# How far hot experts are ahead, where the logits of the others have a standard deviation of 1: most tokens, not all.
+# The lead of hot experts, with a standard deviation of 1 between the others' logits: they get most tokens, not all.
 HOT_CORRECTION = 0.6  # added to a sigmoid's score
 HOT_BIAS = 3.0  # added to a logit
-HOT_CHANNEL = 1.2  # times channel 0, which is CONSTANT in every token's embedding and 2 to 5 after a layer's norm
+HOT_CHANNEL = 1.2  # times channel 0, which is CONSTANT in every token's embedding, and 2 to 5 after a layer's norm
 CONSTANT = 6.0
 
 REPEATED = {
     ".embed_tokens.weight": "model.embed_tokens.weight",
     ".shared_head.head.weight": "lm_head.weight",
 }
-"""What a draft layer repeats of the model, as in real checkpoints."""
+"""The model's tensors that a draft layer repeats, as in released checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a checkpoint; the same words for every family."""
+    """The sizes of a checkpoint, with the same names for every family."""
 
     layers: int = 3
     hidden: int = 256
@@ -103,7 +103,7 @@ class Weights:
         self.add(f"{name}.weight", 1 + self.random(f"{name}.weight", size, std=0.1))
 
     def draw(self, info: TensorInfo, biased: bool) -> None:
-        """The tensor of a model. ``biased``: it is a router's, which has a bias or a correction too."""
+        """Draws a tensor of the model. ``biased``: it belongs to a router with a bias or a correction."""
         name, size = info.name, info.shape
         module, _, part = name.rpartition(".")
         if name == "model.embed_tokens.weight":
@@ -111,7 +111,7 @@ class Weights:
         elif name == "lm_head.weight":
             self.head(module)
         elif name.endswith(".eh_proj.weight"):
-            # Leaning on the newest token, so that the drafts of random weights are sometimes right.
+            # Favours the newest token, so that drafts from random weights are sometimes right.
             lean = self.random(name, *size, std=0.1 / math.sqrt(size[0]))
             lean[:, : size[0]] += torch.eye(size[0])
             self.add(name, lean)
@@ -123,7 +123,7 @@ class Weights:
             self.norm(module, size[0])
         elif part.endswith("bias"):
             self.add(name, self.random(name, *size, std=0.1))
-        elif len(size) > 1 and ".embedders." not in name:  # stacked experts have inputs before outputs
+        elif len(size) > 1 and ".embedders." not in name:  # stacked experts are [inputs, outputs]
             self.add(name, self.random(name, *size, std=1 / math.sqrt(size[1])))
         else:
             self.add(name, self.random(name, *size))
@@ -135,7 +135,7 @@ class Weights:
         self.add(f"{name}.weight", table)
 
     def head(self, name: str) -> None:
-        """An output head of which only the printable bytes have logits worth choosing."""
+        """Draws an output head that gives only printable bytes competitive logits."""
         table = self.random(name, VOCAB, self.shape.hidden, std=4 / math.sqrt(self.shape.hidden))
         chosen = [1 + byte for byte in PRINTABLE]
         silent = torch.ones(VOCAB, dtype=torch.bool)
@@ -145,7 +145,7 @@ class Weights:
         self.add(f"{name}.weight", table)
 
     def router(self, name: str, size: tuple[int, ...], biased: bool) -> None:
-        """A tensor of the gate of a layer, with its hot experts ahead by its correction, by its bias, or along channel 0."""
+        """Draws a tensor of a layer's gate. Hot experts lead by its correction, by its bias, or along channel 0."""
         module, _, part = name.rpartition(".")
         hot = torch.zeros(size[0])
         if self.hot:
@@ -166,7 +166,7 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one architecture is configured, and its sizes unless others are asked for."""
+    """The configuration of one architecture, and its default sizes."""
 
     model_type: str
     architecture: str
@@ -174,7 +174,7 @@ class Family:
     shape: Shape = Shape()
 
     def config(self, shape: Shape) -> dict[str, Any]:
-        """config.json."""
+        """Returns the content of config.json."""
         return base_config(shape, self.architecture, self.model_type, **self.own(shape))
 
 
@@ -203,7 +203,7 @@ def base_config(shape: Shape, architecture: str, model_type: str, **more: Any) -
 
 
 LATENT: dict[str, Any] = {
-    "kv_lora_rank": 256,  # with 32, a size that Triton's attention knows
+    "kv_lora_rank": 256,  # plus 32 is a size that Triton's attention supports
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
@@ -221,7 +221,7 @@ LATENT: dict[str, Any] = {
 
 
 def mixture(shape: Shape) -> dict[str, Any]:
-    """The sizes by the names of GLM-4.5 and DeepSeek."""
+    """Returns the sizes by the names in GLM-4.5's and DeepSeek's configs."""
     return {
         "intermediate_size": shape.dense_size,
         "moe_intermediate_size": shape.expert_size,
@@ -267,7 +267,7 @@ def olmoe(shape: Shape) -> dict[str, Any]:
 
 
 def dots1(shape: Shape) -> dict[str, Any]:
-    """SGLang has no model of its own for it, and serves it over that of Transformers."""
+    """SGLang has no own class for it and serves it with Transformers' class."""
     routing = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
     return {**mixture(shape), **routing, "sliding_window": None}
 
@@ -279,7 +279,7 @@ def gpt_oss(shape: Shape) -> dict[str, Any]:
 
 
 def longcat_flash(shape: Shape) -> dict[str, Any]:
-    """With the n-gram embedding of LongCat-Flash-Lite, and experts that compute nothing."""
+    """Includes LongCat-Flash-Lite's n-gram embedding, and experts that compute nothing."""
     sizes = {"num_layers": shape.layers, "ffn_hidden_size": shape.dense_size, "expert_ffn_hidden_size": shape.expert_size}
     sizes |= {"n_routed_experts": shape.experts, "moe_topk": shape.top_k, "q_lora_rank": 64}
     routing = {"zero_expert_num": ZERO_EXPERTS, "zero_expert_type": "identity", "routed_scaling_factor": 2.0}
@@ -295,7 +295,7 @@ def dots1_layer(w: Writer, name: str, routed: bool) -> None:
 
 
 def longcat_flash_layer(w: Writer, name: str, routed: bool) -> None:
-    """Attention and a dense MLP twice, with norms, and experts beside them. Beside the first layer, the n-gram embedding."""
+    """Adds attention, dense MLP and norms, two of each, and experts. The first layer adds the n-gram embedding."""
     for half in range(2):
         latent_attention(w, f"{name}.self_attn.{half}")
         w.mlp(f"{name}.mlps.{half}", w.size("ffn_hidden_size"))
@@ -308,7 +308,7 @@ def longcat_flash_layer(w: Writer, name: str, routed: bool) -> None:
 
 
 def ngram_embeddings(config: dict[str, Any]) -> list[TensorInfo]:
-    """A table for each number of tokens from two on and each hash, of a few more rows than the last one, and its projection."""
+    """Returns a table and its projection per n-gram length from two on and per hash; each has a few more rows than the last."""
     tables, name = (NGRAM_TOKENS - 1) * NGRAM_TABLES, "model.ngram_embeddings"
     hidden, rows = config["hidden_size"], config["ngram_vocab_size_ratio"] * VOCAB
     infos = []
@@ -331,7 +331,7 @@ _ALL = (
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 
-# One byte or less a weight: larger experts, so that a slice of one still reaches 64 KiB.
+# At one byte per weight or less, experts are larger, so that a slice still has 64 KiB.
 SHAPE_OF_QUANT = {
     "fp8": Shape(layers=2, hidden=512, experts=8, top_k=2, expert_size=128, dense_size=512),
     "int8": Shape(layers=2, hidden=512, experts=8, top_k=2, expert_size=128, dense_size=512),
@@ -355,14 +355,14 @@ def model_weights(
 
 
 def pack_int4(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Eight 4-bit values along ``dim`` into one int32, the first in the lowest bits."""
+    """Packs eight 4-bit values along ``dim`` into one int32, the first in the lowest bits."""
     groups = values.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
     packed = (groups << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).movedim(-1, dim).contiguous()
 
 
 def block_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[out, in] with one scale for each block of 128 x 128."""
+    """Quantises ``[out, in]`` with one scale per 128 x 128 block."""
     blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     scale[scale == 0] = 1  # a block of zeros
@@ -371,13 +371,13 @@ def block_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def channel_int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """[out, in] with one scale for each output channel."""
+    """Quantises ``[out, in]`` with one scale per output channel."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     return {f"{name}.weight": (weight / scale).round().to(torch.int8), f"{name}.weight_scale": scale}
 
 
 def group_int4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """GPTQ's layout: [in / 8, out] packed, symmetric, one scale for 128 inputs of an output."""
+    """Quantises to GPTQ's layout: ``[in / 8, out]`` packed, symmetric, one scale per 128 inputs of an output."""
     transposed = weight.t()
     scale = transposed.unflatten(0, (-1, BLOCK)).abs().amax(1) / 7
     values = (transposed / scale.repeat_interleave(BLOCK, 0)).round().clamp(-8, 7) + 8
@@ -404,7 +404,7 @@ def quantise_experts(tensors: dict[str, torch.Tensor], quant: str) -> dict[str, 
 
 
 def quantization_config(quant: str, layers: int) -> dict[str, Any]:
-    """Only the experts are quantised: everything else is listed as left alone, in each method's own words."""
+    """Returns a config that quantises only the experts and excludes everything else, in each method's format."""
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj", "self_attn.o_proj")
     plain = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in (*parts, "mlp.gate")] + ["lm_head"]
     if quant == "fp8":
@@ -433,7 +433,7 @@ def quantization_config(quant: str, layers: int) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, words: Sequence[str] = (), max_length: int = 2048) -> None:
-    """Byte by byte, but for ``words``: each is one token, with the ids from VOCAB on."""
+    """Writes a byte-level tokenizer. Each of ``words`` is one token, with ids from VOCAB on."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {END: 0} | {character: 1 + byte for byte, character in byte_characters().items()}
@@ -454,7 +454,7 @@ def write_tokenizer(folder: Path, words: Sequence[str] = (), max_length: int = 2
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, max_length: int = 2048) -> None:
-    """A ``tokenizers.Tokenizer`` that knows ``END`` and ``ROLES``, with the chat template."""
+    """Saves a ``tokenizers.Tokenizer`` that has ``END`` and ``ROLES``, with the chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -468,14 +468,14 @@ def save_tokenizer(tokenizer: Any, folder: Path, max_length: int = 2048) -> None
 
 
 def byte_characters() -> dict[int, str]:
-    """The visible character that byte-level tokenizers write for each byte: itself, or one moved past U+0100."""
+    """Returns the visible character that byte-level tokenizers use for each byte: itself, or one moved past U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {byte: chr(byte) for byte in itself} | {byte: chr(256 + rank) for rank, byte in enumerate(others)}
 
 
 def hot_by_layer(hot: list[int] | list[list[int]] | None, layers: int, experts: int) -> list[list[int]] | None:
-    """One list of hot experts for each layer (and the drafting one): ``hot`` as given, or the same for all."""
+    """Returns a list of hot experts for each layer, including the draft layer: ``hot`` as given, or the same for all."""
     if not hot:
         return None
     alike = [item for item in hot if isinstance(item, int)]
@@ -498,7 +498,7 @@ def make_checkpoint(
     seed: int = 0,
     **sizes: int,
 ) -> Path:
-    """Write a checkpoint of ``family`` to ``out`` and return its folder. ``sizes`` override fields of ``Shape``."""
+    """Writes a checkpoint of ``family`` to ``out`` and returns its folder. ``sizes`` override fields of ``Shape``."""
     if quant and family != "qwen3_moe":
         raise ValueError("quantised experts are written for qwen3_moe only")
     shape = dataclasses.replace(SHAPE_OF_QUANT[quant] if quant else FAMILIES[family].shape, **sizes)
@@ -518,10 +518,10 @@ def make_checkpoint(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("family", choices=sorted(FAMILIES))
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quant", choices=QUANTS, help="quantise the experts (qwen3_moe)")
-    parser.add_argument("--skew", metavar="IDS", help="experts that get nearly all tokens in every layer: 1,5,9")
+    parser.add_argument("--skew", metavar="IDS", help="experts that get nearly all tokens in every layer, such as 1,5,9")
     parser.add_argument("--seed", type=int, default=0)
     for field in dataclasses.fields(Shape):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, metavar="N")

@@ -1,7 +1,7 @@
-"""The tensors that a quantised linear layer has in a checkpoint, by the method that the checkpoint states.
+"""Lists the tensors of a quantised linear layer in a checkpoint, by the method that the checkpoint states.
 
-Names, shapes and types are those that SGLang 0.5.23 registers and loads (``layers/quantization``), of which ModelOpt and
-llm-compressor write the files."""
+Names, shapes and types are those that SGLang 0.5.23 registers and loads (``layers/quantization``), as ModelOpt and
+llm-compressor write them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from sglang_uvm_offload.plan.safetensors_header import CheckpointError, TensorInfo
 
 NVFP4_GROUP = 16
-"""Weights that share a scale of one byte."""
+"""Weights per one-byte scale."""
 
 
 class UnknownTensors(CheckpointError):
-    """A config that may be right, but does not tell which tensors its checkpoint has; or tensors whose names are not known."""
+    """The config may be valid, but does not determine the checkpoint's tensors, or their names are unknown."""
 
 
 _Rows = list[tuple[str, str, tuple[int, ...]]]
@@ -26,8 +26,8 @@ _Rows = list[tuple[str, str, tuple[int, ...]]]
 
 
 class QuantizedLinear:
-    """The linear layers of a checkpoint that states ``quant``. Raises ``UnknownTensors`` for a method whose
-    tensors are not known, by its name."""
+    """The linear layers of a checkpoint that states ``quant``. Raises ``UnknownTensors`` with the method's name if its tensors
+    are unknown."""
 
     def __init__(self, quant: Mapping[str, Any], dtype: str):
         self._quant, self._dtype = quant, dtype
@@ -39,7 +39,7 @@ class QuantizedLinear:
         self._ignored = _Modules([pattern.rstrip(".") if self.method == "fp8" else pattern for pattern in patterns])
 
     def tensors(self, name: str, out: int, into: int) -> list[TensorInfo]:
-        """``out`` x ``into``, as torch.nn.Linear has it."""
+        """Returns the tensors of a layer of ``out`` x ``into``, as in torch.nn.Linear."""
         if self.method in (None, "mxfp4") or self._is_ignored(name):
             rows: _Rows = [("weight", self._dtype, (out, into))]
         else:
@@ -49,7 +49,7 @@ class QuantizedLinear:
     def _is_ignored(self, name: str) -> bool:
         if not self._ignored:
             return False
-        if str(self.method).startswith("modelopt"):  # ``ModelOptQuantConfig.is_layer_excluded``: or any part of the name
+        if str(self.method).startswith("modelopt"):  # ``ModelOptQuantConfig.is_layer_excluded`` also matches parts of the name
             return self._ignored.name(*_names(name), *name.split("."))
         if self.method == "fp8" and self._ignored.any_run(name):
             return True
@@ -57,8 +57,8 @@ class QuantizedLinear:
 
 
 class _Modules:
-    """Patterns of modules' names: globs, and regular expressions after ``re:``. Some configs have hundreds, for a hundred
-    thousand names, so that plain names and plain beginnings are looked up, and what is above a module once for all in it."""
+    """Patterns of module names: globs, or regular expressions after ``re:``. Some configs have hundreds of them for a hundred
+    thousand names, so plain names and prefixes are looked up, and a module's parents are matched once for all in it."""
 
     def __init__(self, patterns: list[str]):
         globs = [pattern for pattern in patterns if not pattern.startswith("re:")]
@@ -73,21 +73,21 @@ class _Modules:
         return bool(self.exact or self._beginnings or self._others)
 
     def name(self, *names: str) -> bool:
-        """Whether a pattern names one of them."""
+        """Whether a pattern matches one of ``names``."""
         return any(
             name in self.exact or name.startswith(self._beginnings) or any(other.match(name) for other in self._others)
             for name in names
         )
 
     def name_or_above(self, names: tuple[str, ...]) -> bool:
-        """Whether a pattern names one of them, or a module that holds one."""
+        """Whether a pattern matches one of ``names``, or a parent module of one."""
         if self.name(*names):
             return True
         above = tuple(name[:dot] for name in names if (dot := name.rfind(".")) > 0)
         return bool(above) and self._above(above)
 
     def any_run(self, name: str) -> bool:
-        """Whether a plain name is a run of its dotted parts, such as ``mlp.experts``: ``is_layer_skipped`` of FP8."""
+        """Whether a plain name is a run of the dotted parts of ``name``, like ``mlp.experts``: FP8's ``is_layer_skipped``."""
         ends = [name, *(name[at + 1 :] for at, letter in enumerate(name) if letter == ".")]
         above = name.rpartition(".")[0]
         return not self.exact.isdisjoint(ends) or (bool(above) and self._any_run_above(above))
@@ -95,7 +95,7 @@ class _Modules:
 
 _GLOB = re.compile(r"[*?[]")
 _RECENT = 64
-"""More than the modules that hold one of a checkpoint's, whose tensors come module by module."""
+"""Cache size: more than a module has parents, because a checkpoint's tensors come module by module."""
 
 
 @lru_cache(maxsize=_RECENT)
@@ -104,7 +104,7 @@ def _targets(patterns: tuple[str, ...]) -> _Modules:
 
 
 def _names(name: str) -> tuple[str, str, str]:
-    """A language model's module, also by the names that it has inside a multimodal model."""
+    """Returns a language model's module name, and its names inside a multimodal model."""
     return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
 
 
@@ -126,7 +126,7 @@ def _modelopt_fp4(quant: Mapping[str, Any], dtype: str, name: str, out: int, int
 
 
 def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: int, into: int) -> _Rows:
-    """Integers of 4 or 8 bits, packed, with a scale for a group."""
+    """Packed integers of 4 or 8 bits, with a scale per group."""
     group = _config_group(quant, name)
     if group is None:
         return [("weight", dtype, (out, into))]
@@ -139,7 +139,7 @@ def _compressed_tensors(quant: Mapping[str, Any], dtype: str, name: str, out: in
 
 
 def _config_group(quant: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """The group whose targets name the module, or linear layers in general."""
+    """Returns the group whose targets match the module, or linear layers in general."""
     groups = [group for group in (quant.get("config_groups") or {}).values() if isinstance(group, dict)]
     names = _names(name)
     named = (g for g in groups if _targets(tuple(str(target) for target in g.get("targets") or ())).name_or_above(names))

@@ -1,4 +1,4 @@
-"""Writes the results of a test run with this environment's SGLang to ``versions.json``, replacing that version's entry."""
+"""Writes the results of a test run with the installed SGLang to ``versions.json``, and replaces that version's entry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSIONS = ROOT / "benchmarks" / "results" / "support" / "versions.json"
 
 
 def outcomes(junit: Path) -> dict[str, list[str]]:
-    """The names of the passed and the failed tests, and the reasons of the skipped ones."""
+    """Returns the names of passed and failed tests, and the reasons of skipped ones."""
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
     for case in ElementTree.parse(junit).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -29,7 +29,7 @@ def outcomes(junit: Path) -> dict[str, list[str]]:
 
 
 def entry(junit: Path, ran: list[str]) -> dict[str, Any]:
-    """The entry for the run with the results ``junit`` and the arguments ``ran``."""
+    """Returns the entry for the run with the results ``junit`` and the arguments ``ran``."""
     found = outcomes(junit)
     return {
         "sglang": version("sglang"),
@@ -47,7 +47,7 @@ def entry(junit: Path, ran: list[str]) -> dict[str, Any]:
 
 
 def replaced(entries: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """``entries`` with ``new`` for its version, newest version first."""
+    """Returns ``entries`` with ``new`` in place of its version's entry, newest version first."""
     kept = [each for each in entries if each["sglang"] != new["sglang"]]
     return sorted([*kept, new], key=lambda each: [int(part) for part in each["sglang"].split(".")[:3]], reverse=True)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs every test of docs/support.md, including the nightly ones, and generates the table from their results. Takes about half an
-# hour on two cores, without a GPU.
-# usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: runs only these, and generates no table
+# Runs every test of docs/support.md, including nightly ones, and generates the table from their results. Needs no GPU; takes about
+# half an hour on two cores.
+# usage: scripts/support.sh [PYTEST ARGUMENTS]   with arguments, such as a test file: runs only those and generates no table
 # environment: VENV=DIR and TEST_PATIENCE=N, as for scripts/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the quick unit tests that need no SGLang, on a CPU build of torch: some minutes from a bare clone.
-# Makes .venv-unit first (1.4 GB, once).
-# usage: scripts/unit.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or makes) that environment instead of .venv-unit
-#   scripts/unit.sh                                  all of them, but for slow ones
+# Runs the fast unit tests, without SGLang and on a CPU build of torch: some minutes from a bare clone.
+# The first run creates .venv-unit (1.4 GB).
+# usage: scripts/unit.sh [PYTEST ARGUMENTS]     environment: VENV=DIR uses (or creates) that environment instead of .venv-unit
+#   scripts/unit.sh                                  all except slow ones
 #   scripts/unit.sh tests/unit/test_policy_slot_policy.py  one file, in seconds
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +11,7 @@ stamp=$venv/.installed-$(cat pyproject.toml scripts/unit.sh | sha256sum | cut -c
 if [ ! -f "$stamp" ]; then
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   pip=("$venv/bin/python" -m pip --quiet --disable-pip-version-check install)
-  # PyTorch's own index has the CPU build. Where it cannot be reached, any torch of this version will do.
+  # PyTorch's index has the CPU build. If it is unreachable, any torch of this version will do.
   "${pip[@]}" --no-compile --retries 0 --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0
   "$venv/bin/python" - > "$stamp.txt" <<'PYTHON'
 try:
