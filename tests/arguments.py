@@ -1,4 +1,4 @@
-"""SGLang's arguments as a launch on a GPU machine resolves them: by its own parser and resolution, over the stand-in driver."""
+"""Resolves SGLang's arguments as a launch on a GPU machine does: with SGLang's own code, over the stand-in driver."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ for line in sys.stdin:
 
 
 class Arguments:
-    """``arguments("--model-path", folder, "--tp-size", "2")``: as SGLang's children get them, with the variables that
-    SGLang has set for these as ``_environment``. One process resolves them all, over the stand-in that ``env`` sets up."""
+    """``arguments("--model-path", folder, "--tp-size", "2")`` returns the arguments as SGLang's children get them, with the
+    variables that SGLang set for them in ``_environment``. One process resolves all, over the stand-in that ``env`` sets up."""
 
     def __init__(self, env: Mapping[str, str]):
         self._process = subprocess.Popen(

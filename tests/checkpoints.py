@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the tests, each written once a session."""
+"""Tiny checkpoints for the tests, each written once per session."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sglang_uvm_offload.routing.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "gpu" / "routing_trace.npz"
-# Shapes and formats of checkpoints that walk it.
+# Shapes and formats of checkpoints that walk the trace.
 WALKED = [("tiny-qwen3", None), ("tiny-qwen3", "fp8"), ("tiny-glm", None), ("tiny-deepseek", None)]
-# The experts that a checkpoint skewed with them uses most: other ones in each layer, none of them where first_n starts.
+# The experts that a skewed checkpoint uses most: different ones in each layer, and none that first_n starts with.
 HOT = [[4, 5, 9, 12, 13, 15], [2, 3, 6, 7, 10, 11], [4, 6, 8, 9, 11, 14]]
 
-# What the names of the architectures begin with of which there are checkpoints.
+# Prefixes of the architectures that have checkpoints.
 ARCHITECTURES = ("Glm4Moe", "Qwen3Moe", "DeepseekV", "Mixtral", "Olmoe", "Dots1", "GptOss", "LlamaForCausalLMEagle", "Longcat")
 
 
 def unserved_models() -> list[str]:
-    """SGLang's modules of models of which the tests have no checkpoint. It would import all of them, half of an engine's start,
-    in each process that builds a model."""
+    """Returns SGLang's modules of models without a test checkpoint. SGLang would import all of them in each process that builds
+    a model, which takes half of an engine's start."""
     sglang = find_spec("sglang")
     if sglang is None or not sglang.submodule_search_locations:
         return []
@@ -36,8 +36,8 @@ def unserved_models() -> list[str]:
 
 
 class Checkpoints:
-    """``checkpoints("glm4_moe", dtype="float32")`` is the folder of that checkpoint of ``scripts/make_checkpoint.py``, written
-    when first asked for."""
+    """``checkpoints("glm4_moe", dtype="float32")`` returns the folder of that checkpoint of ``scripts/make_checkpoint.py``,
+    written on first use."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -48,13 +48,13 @@ class Checkpoints:
         if key not in self.made:
             made = self.made[key] = make_checkpoint(family, self.folder / str(len(self.made)), **options)
             [architecture] = json.loads((made / "config.json").read_text())["architectures"]
-            assert architecture.startswith(ARCHITECTURES), "SGLang is told to import no such model"
+            assert architecture.startswith(ARCHITECTURES), "the tests keep SGLang from importing such a model"
         return self.made[key]
 
 
 class WalkedCheckpoints:
-    """``walked("tiny-qwen3", "fp8")`` is the folder of that checkpoint of ``benchmarks/trace_checkpoint.py``, which walks
-    ``trace``, written when first asked for."""
+    """``walked("tiny-qwen3", "fp8")`` returns the folder of that ``benchmarks/trace_checkpoint.py`` checkpoint, which walks
+    ``trace``, written on first use."""
 
     def __init__(self, folder: Path, trace: Path):
         self.folder = folder
@@ -64,7 +64,7 @@ class WalkedCheckpoints:
         out = self.folder / f"{shape}-{quant or 'bf16'}"
         if out.exists():
             return out
-        if quant:  # by the command, which takes as long again to import torch
+        if quant:  # tests the command too, which is slower because it imports torch again
             command = [sys.executable, "-m", "benchmarks.trace_checkpoint", shape, str(self.trace), str(out)]
             subprocess.run([*command, "--quant", quant], check=True)
         else:

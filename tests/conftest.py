@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures shared by several test files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scripts.harness.server import environment
 from sglang_uvm_offload.plan.gpus import GPUS
 from sglang_uvm_offload.routing.trace import Trace
 
-# Of whatever the tests start. Two runs of tests share two cores: threads that wait for each other only take the others' time.
+# For everything that the tests start. Test runs share two cores, where threads that wait for each other waste others' time.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(unserved_models())
 use_recorded()
@@ -35,9 +35,9 @@ H200_BYTES = GPUS["H200"].memory_mib << 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--nightly", action="store_true", help="also run the tests that are marked nightly")
-    parser.addoption("--ceilings", action="store_true", help="fail if a tier takes more of the processor than it may")
-    parser.addoption("--support", type=Path, metavar="FILE", help="write what became of the tests of docs/support.md to FILE")
+    parser.addoption("--nightly", action="store_true", help="also run tests marked nightly")
+    parser.addoption("--ceilings", action="store_true", help="fail if a tier takes more CPU time than its ceiling")
+    parser.addoption("--support", type=Path, metavar="FILE", help="write the results of the tests of docs/support.md to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Support(config), "support")
     config.pluginmanager.register(ProcessorTime(config.getoption("--ceilings")), "processor_time")
     if not hasattr(config, "workerinput"):
-        os.environ[COMPILED] = tempfile.mkdtemp(prefix="compiled-")  # of all workers: SGLang's compilers have locks
+        os.environ[COMPILED] = tempfile.mkdtemp(prefix="compiled-")  # shared by all workers: SGLang's compilers have locks
 
 
 @pytest.fixture(scope="session")
@@ -61,13 +61,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Where the wheel is installed, outside the checkout."""
+    """The environment with the installed wheel, outside the checkout."""
     return Installed(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="session")
 def trace() -> Trace:
-    """The measured trace that the benchmarks come with."""
+    """The measured trace that ships with the benchmarks."""
     return Trace.load(MEASURED)
 
 
@@ -101,7 +101,7 @@ serving_host.preload()
 
 @pytest.fixture(scope="session")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Runs small programs beside SGLang, of which they find imported what a spawned scheduler does before it loads plugins."""
+    """Runs small programs in which SGLang is imported as in a spawned scheduler before it loads plugins."""
     ready = Nursery(tmp_path_factory.mktemp("sglang"), PRELOAD, environment({}))
     yield ready
     ready.close()
@@ -109,7 +109,7 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def every_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Beside all of SGLang's models, where other tests import those that they serve."""
+    """Runs small programs with all of SGLang's models imported, where other tests import only those that they serve."""
     env = {name: value for name, value in environment({}).items() if name != "SGLANG_DISABLED_MODEL_ARCHS"}
     imports = f"""
         import sys
@@ -125,7 +125,7 @@ def every_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Iterator[Nurseries]:
-    """The same over the stand-in CUDA, where SGLang finds a GPU and starts CUDA as it is imported."""
+    """As ``sglang``, over the stand-in CUDA: SGLang finds a GPU and starts CUDA at import."""
     folder = tmp_path_factory.mktemp("sglang_on_standin")
     env = environment(sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches"))
     ready = Nurseries(folder, PRELOAD, env)
@@ -135,7 +135,7 @@ def sglang_on_standin(tmp_path_factory: pytest.TempPathFactory, standin: Standin
 
 @pytest.fixture(scope="session")
 def cuda_arguments(tmp_path_factory: pytest.TempPathFactory, standin: Standin) -> Iterator[Arguments]:
-    """SGLang's resolved arguments of launches on a machine with eight H200."""
+    """Resolves SGLang's arguments for launches on a machine with eight H200."""
     folder = tmp_path_factory.mktemp("cuda_arguments")
     env = sglang_environment(standin.library.parent, folder / "calls.jsonl", folder / "caches")
     arguments = Arguments(environment(env | {"STANDIN_GPUS": "8", "STANDIN_VRAM": str(H200_BYTES)}))
@@ -150,8 +150,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def keep_runtime_data() -> None:
-    """Keep the runtime data of SWIG's modules for good. sentencepiece, which SGLang imports, frees them as the interpreter
-    ends, and crashes if the types that they need went first. It did so wherever the same process had drawn a chart."""
+    """Never frees the runtime data of SWIG modules. sentencepiece, which SGLang imports, frees it as the interpreter ends and
+    crashes if the types that it needs went first, as they do in a process that has drawn a chart."""
     for name, module in sys.modules.items():
         if name.startswith("swig_runtime_data"):
             for value in vars(module).values():

@@ -1,4 +1,4 @@
-"""Files as a bad disk or a careless copy leaves them."""
+"""Damages files as a bad disk or a careless copy would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def flipped_bytes(path: Path, times: int = 300) -> Iterator[None]:
-    """Each time with another byte of the file at ``path`` changed."""
+    """Yields ``times`` times, each time with a different byte of the file at ``path`` changed."""
     rng, whole = np.random.default_rng(0), path.read_bytes()
     for _ in range(times):
         broken = bytearray(whole)

@@ -1,4 +1,4 @@
-"""Fuzzes all that reads input from outside, and prints a table. Run it with scripts/fuzz.sh."""
+"""Fuzzes everything that reads external input, and prints a table. Run it with scripts/fuzz.sh."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS, WAITING_SECONDS = 20, 300
-"""An input that computes longer than the one, or takes longer than the other in all, is a failure."""
+"""An input fails if it takes more CPU time than ``SECONDS`` or more wall time than ``WAITING_SECONDS``."""
 BATCH = 250
 
 
 class Batch(NamedTuple):
-    """The inputs ``first`` to ``first + count - 1`` of a target, each made from its number and ``seed``."""
+    """Inputs ``first`` to ``first + count - 1`` of a target, each made from its number and ``seed``."""
 
     target: str
     seed: int
@@ -35,11 +35,11 @@ class Outcome(NamedTuple):
     refused: int
     accepted: int
     failures: list[tuple[str, str]]
-    """The number of the input, and the traceback."""
+    """(number of the input, traceback)"""
 
 
 class TooLong(BaseException):
-    """No handler of ordinary errors hides it."""
+    """Raised when an input takes too long. Not an ``Exception``, so that no ordinary handler hides it."""
 
 
 def _too_long(number: int, _: object) -> None:
@@ -52,7 +52,7 @@ def _limit(seconds: float, waiting: float) -> None:
 
 
 def run(batch: Batch) -> Outcome:
-    """Run a batch in this process."""
+    """Runs a batch in this process."""
     import fuzz_targets
 
     signal.signal(signal.SIGPROF, _too_long)
@@ -68,7 +68,7 @@ def run(batch: Batch) -> Outcome:
                 counts[fuzz_targets.run(batch.target, f"{batch.seed} {number}", folder)] += 1
             except KeyboardInterrupt:
                 raise
-            except BaseException:  # noqa: BLE001 -- any other end of an input is what is looked for
+            except BaseException:  # noqa: BLE001 -- every other outcome is a finding
                 failures.append((str(number), traceback.format_exc()))
             finally:
                 _limit(0, 0)
@@ -77,7 +77,7 @@ def run(batch: Batch) -> Outcome:
 
 
 def batches(targets: Sequence[str], inputs: int, seed: int) -> Iterator[Batch]:
-    """``inputs`` inputs over all targets, as many of each, in turn."""
+    """Yields ``inputs`` inputs, equally many per target, in turn."""
     each = -(-inputs // len(targets))
     for first in range(0, each, BATCH):
         for target in targets:
@@ -85,7 +85,7 @@ def batches(targets: Sequence[str], inputs: int, seed: int) -> Iterator[Batch]:
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
-    """By target: inputs, refused, accepted, tracebacks."""
+    """Returns counts by target: inputs, refused, accepted, tracebacks."""
     counts = {}
     for name in dict.fromkeys(outcome.target for outcome in outcomes):
         of = [outcome for outcome in outcomes if outcome.target == name]
@@ -107,13 +107,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 class Failures:
-    """One failure for each place in the code where inputs of a target fail."""
+    """Keeps one failure per target and per place in the code."""
 
     def __init__(self) -> None:
         self._places: set[tuple[str, str]] = set()
 
     def new(self, outcome: Outcome) -> Iterator[str]:
-        """The failures in places that no earlier outcome named."""
+        """Yields failures in places that no earlier outcome had."""
         for number, text in outcome.failures:
             files = [line for line in text.splitlines() if line.startswith("  File")]
             place = (outcome.target, files[-1] if files else text)
@@ -123,7 +123,7 @@ class Failures:
 
 
 def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
-    """The outcomes; on stderr each new failure as it is found, and now and then how far it is."""
+    """Passes outcomes through, and prints each new failure and occasional progress on stderr."""
     failures, done, told = Failures(), 0, 0
     for outcome in outcomes:
         for failure in failures.new(outcome):
@@ -136,7 +136,7 @@ def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
 
 
 def write(out: Path, seed: int, counts: dict[str, dict[str, int]], order: Sequence[str]) -> None:
-    """What the file has of other targets stays, if its inputs were made with the same seed."""
+    """Writes the counts, and keeps the file's entries of other targets if they used the same seed."""
     kept = json.loads(out.read_text()) if out.exists() else {"seed": seed, "targets": {}}
     counts = (kept["targets"] if kept["seed"] == seed else {}) | counts  # type: ignore[operator]
     out.write_text(
@@ -145,15 +145,15 @@ def write(out: Path, seed: int, counts: dict[str, dict[str, int]], order: Sequen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if an input failed."""
+    """Fuzzes. Returns 1 if an input failed."""
     import fuzz_targets
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", nargs="?", type=int, default=1_000_000, help="over all targets (default 1,000,000)")
-    parser.add_argument("--seed", type=int, default=0, help="other inputs (default 0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each CPU)")
+    parser.add_argument("inputs", nargs="?", type=int, default=1_000_000, help="inputs over all targets (default 1,000,000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default 0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per CPU)")
     parser.add_argument("--target", action="append", choices=fuzz_targets.TRIES, help="repeatable (default: all)")
-    parser.add_argument("--out", type=Path, help="write the table to this JSON too, as benchmarks/reliability.py reads it")
+    parser.add_argument("--out", type=Path, help="also write the table to this JSON, for benchmarks/reliability.py")
     args = parser.parse_args(argv)
     wanted = list(batches(args.target or list(fuzz_targets.TRIES), args.inputs, args.seed))
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=40) as pool:

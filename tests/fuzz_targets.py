@@ -1,6 +1,7 @@
-"""What reads input from outside, each as a target for fuzzing: one input, which is refused by a documented error or accepted.
+"""Fuzzing targets for everything that reads external input. A target runs one input and must accept it or refuse it with a
+documented error.
 
-Nothing may be unpickled, written elsewhere than in the target's folder, connected to or started; an audit hook watches. All
+No input may unpickle anything, write outside the target's folder, connect or start a process; an audit hook checks that. All
 targets run in this process, without a server.
 """
 
@@ -57,8 +58,8 @@ from sglang_uvm_offload.routing.trace import Trace, TraceError
 
 MODELS = Path(__file__).parent / "fixtures" / "models"
 TRIES: dict[str, Callable[[random.Random, Path], bool]] = {}
-"""By name: run one input, made with the ``Random`` given, in an empty folder of the target's own. Returns whether it was
-accepted; raises what a user would see as a traceback, and ``AssertionError`` where the output is wrong."""
+"""Targets by name. Each runs one input, made with the given ``Random``, in its own empty folder and returns whether the input
+was accepted. It raises whatever a user would see as a traceback, and ``AssertionError`` if the output is wrong."""
 
 
 def target(try_one: Callable[[random.Random, Path], bool]) -> Callable[[random.Random, Path], bool]:
@@ -67,7 +68,7 @@ def target(try_one: Callable[[random.Random, Path], bool]) -> Callable[[random.R
 
 
 class Forbidden(BaseException):
-    """Something that no input may cause. No handler of ordinary errors hides it."""
+    """Raised for what no input may cause. Not an ``Exception``, so that no ordinary handler hides it."""
 
 
 _watched: list[Path] = []
@@ -89,7 +90,7 @@ sys.addaudithook(_watch)
 
 @contextlib.contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    """Inside, what no input may cause raises ``Forbidden``; files may be written in ``folder`` alone."""
+    """Within the block, what no input may cause raises ``Forbidden``. Only files in ``folder`` may be written."""
     _watched.append(folder)
     try:
         yield
@@ -98,7 +99,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 
 def run(name: str, seed: str, folder: Path) -> bool:
-    """One input of the target ``name``. Returns whether it was accepted."""
+    """Runs one input of the target ``name``. Returns whether it was accepted."""
     with watched(folder):
         return TRIES[name](random.Random(f"{name} {seed}"), folder)
 
@@ -192,7 +193,7 @@ def _accepted(read: Callable[[], object], refusals: type[Exception] | tuple[type
 
 
 class _Planted:
-    """Pickled in arrays of objects: unpickling it is forbidden."""
+    """An object for pickled object arrays. Unpickling it is forbidden."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.getcwd, ()
@@ -231,7 +232,7 @@ def _changed_array(name: str, array: np.ndarray, chance: random.Random) -> bytes
         return _npy(array.reshape(chance.choice(((-1,), (1, -1), (*array.shape, 1), array.shape[::-1]))))
     if kind == 2:
         return _npy(np.array([_Planted()], dtype=object), pickled=True)
-    if kind == 3:  # a header that lies
+    if kind == 3:  # a wrong header
         header = io.BytesIO()
         shape = tuple(chance.choice((0, 1, 2, 10**6, 10**12, -1)) for _ in range(chance.randint(0, 4)))
         npy.write_array_header_1_0(
@@ -247,7 +248,7 @@ def _changed_array(name: str, array: np.ndarray, chance: random.Random) -> bytes
 
 
 def _configs() -> list[dict[str, Any]]:
-    """Configs of released models with few layers and experts, so that a plan takes milliseconds."""
+    """Returns configs of released models, with few layers and experts so that a plan takes milliseconds."""
     out = []
     for file in sorted(MODELS.glob("*.json")):
         content = json.loads(file.read_text())
@@ -261,7 +262,7 @@ CONFIGS = _configs()
 
 
 def _any_shape() -> Any:
-    """A model's shape whatever its config says, without SGLang, which takes seconds for each."""
+    """Returns the same model shape for every config, without SGLang, which takes seconds for each."""
     use_recorded()
     line = msgspec.json.encode(shape_of(MODELS / "qwen3-235b-a22b.json"))
     answers: dict[str, Any] = {"_run": lambda asked: [line] * len(asked), "_check_known": lambda config: None}
@@ -296,7 +297,7 @@ def safetensors(chance: random.Random, folder: Path) -> bool:
 
 
 class _Page(HTMLParser):
-    """Notes what a browser would run or load."""
+    """Records what a browser would run or load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +341,7 @@ def _check_page(html: str) -> None:
 
 @contextlib.contextmanager
 def _without_charts() -> Iterator[None]:
-    """Reports with words alone: drawing takes a hundred times as long, and the charts' texts are paths."""
+    """Makes reports without charts: drawing takes a hundred times as long, and charts draw text as paths."""
     saved = [(module, name, getattr(module, name)) for module in (server_report, replay_report) for name in dir(module)]
     drawing = ("picture", "cell_map", "column_chart", "line_chart", "bar_chart")
     for module, name, _ in saved:
@@ -367,7 +368,7 @@ assert replayed(*REPLAY["results"])
 
 @target
 def page(chance: random.Random, folder: Path) -> bool:
-    """/server_info, or replay --json, to a page."""
+    """Makes a page from /server_info or replay --json."""
     (folder / "source.json").write_bytes(mutation.document(chance.choice((SERVER_INFO, REPLAY)), chance))
     try:
         with _without_charts():
@@ -384,7 +385,7 @@ URLS = ("http://127.0.0.1:30000", "https://[::1]:30000/server_info", "HTTP://hos
 
 @target
 def url(chance: random.Random, folder: Path) -> bool:
-    """As far as the connection, which is refused."""
+    """Runs up to the connection, which is refused."""
     address = mutation.damaged(chance.choice(URLS).encode(), chance).decode(
         errors=chance.choice(("replace", "surrogateescape"))
     )
@@ -404,7 +405,7 @@ def _reported(address: str) -> bool:
 
 
 class _Refusing:
-    """In place of a connection: http.client parses the address and builds the request, and then there is no one."""
+    """Replaces a connection: http.client parses the address and builds the request, and then nothing answers."""
 
     def __init__(self, *args: Any, **named: Any):
         raise ConnectionRefusedError(111, "Connection refused")
@@ -431,7 +432,7 @@ RANK, METRICS = _metrics()
 
 @target
 def metric_labels(chance: random.Random, folder: Path) -> bool:
-    """The name of a model, which a user chooses, as a label: a scrape must give it back."""
+    """Uses a model name, which a user chooses, as a label: a scrape must return it."""
     name = mutation.damaged(chance.choice((b"org/model", mutation.MARKUP.encode(), b'a"\\\n{}')), chance).decode(
         errors="replace"
     )

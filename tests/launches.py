@@ -1,6 +1,6 @@
-"""Hand many launches to SGLang's own argument code, in a process of their own, and read what it did.
+"""Runs SGLang's argument code on many launches in a separate process, and reads the results.
 
-A case is ``{"argv": [...]}`` or ``{"engine": {...}}``, optionally with ``"resolve": true``; what came of it is
+A case is ``{"argv": [...]}`` or ``{"engine": {...}}``, optionally with ``"resolve": true``. A result is
 ``{"exit": code or null, "error": text, "flags": {...}}``.
 """
 
@@ -22,8 +22,8 @@ BLACKWELL = {"STANDIN_ATTRIBUTE_75": "10"}
 
 
 def launched(cases: Mapping[str, dict[str, Any]], python: Nursery | Nurseries, **env: str) -> dict[str, dict[str, Any]]:
-    """What came of each case; all of them in one process, for importing SGLang takes most of the time."""
-    from scripts.harness.server import gathered  # not in that process
+    """Returns each case's result. All run in one process, because importing SGLang takes most of the time."""
+    from scripts.harness.server import gathered  # not needed in that process
 
     jobs = [case | ({"engine": gathered(case["engine"])} if "engine" in case else {}) for case in cases.values()]
     program = f"""

@@ -1,4 +1,4 @@
-"""Inputs near valid ones: bytes flipped, lengths lied about, fields of JSON changed. The same seed gives the same input."""
+"""Mutates valid inputs: flipped bytes, wrong lengths, changed JSON fields. The same seed gives the same input."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LENGTHS = (0, 1, 7, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63
 
 
 def value(chance: random.Random) -> Any:
-    """Anything that JSON can hold."""
+    """Returns any JSON value."""
     simple = chance.choice((None, True, False, chance.choice(TEXTS), chance.choice(NUMBERS), chance.randrange(-5, 300)))
     wrapped = ({"a": simple}, [simple], [simple] * 3, [], {}, [[simple]])
     return simple if chance.random() < 0.75 else chance.choice(wrapped)
 
 
 def tree(valid: Any, chance: random.Random) -> Any:
-    """``valid`` JSON with one to four of its values replaced, removed, repeated or swapped."""
+    """Returns ``valid`` JSON with one to four values replaced, removed, repeated or swapped."""
     out = copy.deepcopy(valid)
     for _ in range(chance.randint(1, 4)):
         node = out
@@ -58,13 +58,13 @@ def _change(node: Any, key: Any, keys: list[Any], chance: random.Random) -> None
 
 
 def document(valid: Any, chance: random.Random) -> bytes:
-    """A changed ``valid`` as JSON, now and then with its bytes damaged too."""
+    """Returns a changed ``valid`` as JSON text, sometimes with damaged bytes."""
     text = json.dumps(tree(valid, chance)).encode()
     return damaged(text, chance) if chance.random() < 0.2 else text
 
 
 def damaged(valid: bytes, chance: random.Random) -> bytes:
-    """``valid`` with bytes flipped, cut, repeated, or overwritten by a length that is a lie."""
+    """Returns ``valid`` with bytes flipped, cut, repeated, or overwritten by a wrong length."""
     out = bytearray(valid)
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(out) + 1)

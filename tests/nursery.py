@@ -1,5 +1,5 @@
-"""Runs small Python programs, each in a process of its own that is a fork of one which has done the imports: that saves the
-seconds that torch, or the half minute that SGLang takes to import."""
+"""Runs small Python programs, each in a fork of a process that has done the imports. That saves the seconds that torch takes to
+import, or the half minute that SGLang takes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 os._exit(0)
 """
-"""Forks for each request. The child runs its program at the top level, and ends as an interpreter does, but leaves what was
-imported to the kernel: taking that down takes seconds, and ``gc.freeze`` keeps the collector from it too."""
+"""Forks for each request. The child runs its program at the top level and ends as an interpreter does, but leaves imported
+modules to the kernel: tearing them down takes seconds. ``gc.freeze`` keeps the collector from them too."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A program's end: exit code and output."""
+    """A finished program: exit code and output."""
 
     code: int
     out: str
@@ -63,7 +63,7 @@ class Ended:
 
 
 class Nursery:
-    """One process that has run ``imports``, in the environment ``env``; what programs print is kept in ``folder``."""
+    """A process that has run ``imports`` in the environment ``env``. Programs' output goes to ``folder``."""
 
     def __init__(self, folder: Path, imports: str, env: Mapping[str, str]):
         self.folder = folder
@@ -92,10 +92,10 @@ class Nursery:
 
 
 class Nurseries:
-    """A ``Nursery`` for each environment that programs ask for: SGLang reads its variables as it is imported."""
+    """A ``Nursery`` per environment that programs request: SGLang reads its variables at import."""
 
     ALIVE = 2
-    """Each has SGLang in memory; the one that was asked last among more is closed."""
+    """The most nurseries at a time, because each has SGLang in memory; the least recently used one is closed."""
 
     def __init__(self, folder: Path, imports: str, env: Mapping[str, str]):
         self.folder, self.imports, self.env = folder, imports, env

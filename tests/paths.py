@@ -1,4 +1,4 @@
-"""A file that must stay, and the ways by which a path may lead to it: each makes what it needs in another folder."""
+"""A file that must survive, and ways for a path to lead to it. Each way creates what it needs in another folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
-"""The smallest file of weights."""
+"""The smallest safetensors file."""
 
 
 def direct(file: Path, folder: Path) -> Path:

@@ -1,7 +1,7 @@
-"""The processor time of each tier of tests, and of all that they start: printed at the end, and limited where all tiers run.
+"""CPU time of each tier of tests and of everything that they start: printed at the end, and limited if all tiers run.
 
-Waiting costs nothing, so this grows with the suite. How fast the machine is changes it too; a loop that is timed all along
-divides that out. Beside other programs the same tests take far more, which the loop does not show, so nothing is limited
+CPU time excludes waiting, so it grows only with the suite and with a slower machine. A loop that is timed throughout divides
+out the machine's speed. Beside other programs the same tests take far more, which the loop does not show, so no limit applies
 there.
 """
 
@@ -21,25 +21,24 @@ from typing import Any
 import pytest
 
 CEILINGS = {"unit": 450, "compiled": 750, "engine": 2000}
-"""Seconds of a processor that a tier may take, of the machine on which the loop takes ``LOOP_SECONDS``: half as much again as
-they took, or more, because runs differ by more than the loop shows: the same tests took 1.4 times as long there on another
-day."""
+"""CPU seconds that a tier may take on the machine where the loop takes ``LOOP_SECONDS``: at least 1.5 times what tests took,
+because runs differ by more than the loop shows. The same tests took 1.4 times as long there on another day."""
 LOOP_SECONDS = 0.0031
 LOOP_PASSES = 30_000
 LOOP_PAGES_BYTES = 2 << 20
 OTHERS = 0.25
-"""Of what the run itself takes: where others take more, it proves nothing."""
+"""The share of the run's own CPU time that other programs may take. Above it, the run proves nothing."""
 LISTED = 15
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessorTime:
-    """A plugin of pytest, in each worker and in the process that collects from them."""
+    """A pytest plugin for each worker and for the controller, which adds up their times."""
 
     def __init__(self, limited: bool):
         self.limited = limited
         self.seconds: dict[str, float] = defaultdict(float)
-        """By file."""
+        """Seconds by file."""
         self.loops: list[float] = []
         self._before: float | None = None
         self._own, self._machine = spent(), machine()
@@ -52,7 +51,7 @@ class ProcessorTime:
             self._before = spent()
         result = yield
         if nextitem is None or _file(nextitem) != file:
-            self.seconds[file] += max(0.0, spent() - self._before)  # less where a group of processes was killed
+            self.seconds[file] += max(0.0, spent() - self._before)  # can fall when a process group was killed
             self._before = None
         return result
 
@@ -90,7 +89,7 @@ class ProcessorTime:
         return statistics.mean(self.loops) / LOOP_SECONDS
 
     def _others(self) -> float:
-        """What other programs have taken since the start, over what this one has."""
+        """CPU time of other programs since the start, over this run's."""
         own = spent() - self._own
         return (machine() - self._machine - own) / own
 
@@ -101,7 +100,7 @@ class ProcessorTime:
         return tiers
 
     def _over(self) -> set[str]:
-        """The tiers above their ceilings."""
+        """Returns the tiers above their ceilings."""
         if self._others() > OTHERS:
             return set()
         return {tier for tier, taken in self._tiers().items() if taken > CEILINGS[tier] * self._slowness}
@@ -112,12 +111,12 @@ def _file(item: pytest.Item) -> str:
 
 
 def loop() -> float:
-    """Seconds of the processor for a fixed piece of work: counting, objects, and pages of memory that are new."""
+    """Returns the CPU seconds of a fixed piece of work: counting, objects, and new memory pages."""
     before = time.process_time()
     total = 0
     for number in range(LOOP_PASSES):
         total += number
-    objects = {number: str(number) for number in range(LOOP_PASSES // 10)}  # none that the collector would count
+    objects = {number: str(number) for number in range(LOOP_PASSES // 10)}  # not tracked by the collector
     with mmap.mmap(-1, LOOP_PAGES_BYTES) as pages:
         for at in range(0, len(pages), mmap.PAGESIZE):
             pages[at] = len(objects) % 2
@@ -125,22 +124,22 @@ def loop() -> float:
 
 
 def machine() -> float:
-    """Seconds of the processor that all programs have taken, and other machines on the same host in the place of this one."""
+    """Returns the CPU seconds of all programs, plus time stolen by other machines on the host."""
     user, nice, system, _, _, *more = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     return (user + nice + system + sum(more)) / TICKS
 
 
 def spent() -> float:
-    """Seconds of the processor that this process has taken, with all that it started and that has ended or runs."""
+    """Returns the CPU seconds of this process and of everything that it started, ended or running."""
     mine = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in mine) + _taken_below(os.getpid())
 
 
 def _taken_below(above: int) -> float:
-    """Of the processes that it started, and so on, and of those that they have waited for."""
+    """Returns the CPU seconds of its descendants, and of the processes that these waited for."""
     parents, ticks = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), sum(map(int, fields[11:15]))
     below: set[int] = set()

@@ -1,7 +1,7 @@
-"""Run real SGLang engines and servers on a CPU from tests, in fresh processes that always end.
+"""Runs real SGLang engines and servers on a CPU from tests, in fresh processes that always end.
 
-``Engines.run`` answers prompts with an engine of its own. It takes SGLang's own arguments and adds ``CPU``, what the tests'
-small machine needs.
+``Engines.run`` answers prompts with a new engine. It takes SGLang's arguments and adds ``CPU``, the settings for a small test
+machine.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from scripts.harness.server import (
 
 TESTS = Path(__file__).parent
 
-# Added to the environment of programs that start servers, it has these import SGLang once instead of in each process.
+# Makes servers that a program starts import SGLang once instead of in each process.
 FORKING = {"PYTHONPATH": os.pathsep.join([str(TESTS / "forking"), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
-# The only variables of the tests that must be set before SGLang is imported.
+# The tests' only variables that must be set before SGLang is imported.
 READ_AT_IMPORT = ("TRITON_INTERPRET",)
 
 RUN_SECONDS = patience(600)
@@ -48,7 +48,7 @@ PROMPTS = ("hello world", "the quick brown fox jumps over 13 lazy dogs", "def f(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one request was answered."""
+    """The answer to one request."""
 
     text: str
     output_ids: list[int]
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What an engine answered, and what it said of itself at the end."""
+    """An engine's answers, and its server info at the end."""
 
     answers: list[Answer]
     server_info: dict[str, Any]
@@ -83,7 +83,7 @@ class Result:
 
 
 def assert_offloaded(server_info: dict[str, Any], everything_resident: bool = False) -> None:
-    """Offloading really was on: layers are managed, and with N < E some of their bytes are out of VRAM."""
+    """Asserts that offloading was on: layers are managed, and with N < E some of their bytes are outside VRAM."""
     state = offload_state(server_info)
     assert state.get("num_layers", 0) > 0, f"nothing was offloaded: {state}"
     if everything_resident:
@@ -94,7 +94,7 @@ def assert_offloaded(server_info: dict[str, Any], everything_resident: bool = Fa
 
 
 def assert_streamed(on: Result, some: bool = True) -> None:
-    """Whether some steps copied experts into stream buffers; and nothing ended that."""
+    """Asserts that some steps streamed (or, without ``some``, that none did), and that no failure stopped streaming."""
     streaming = on.offload["streaming"]
     assert (on.offload["streamed_bytes"] > 0) == some, on.offload
     assert (streaming is not None) == some, streaming
@@ -102,7 +102,7 @@ def assert_streamed(on: Result, some: bool = True) -> None:
 
 
 def assert_same_answers(on: Result, off: Result, tolerance: float = 0.0) -> None:
-    """Token by token the same text, with the same log-probabilities of input and output."""
+    """Asserts equal text token by token, with equal log-probabilities of input and output."""
     assert len(on.answers) == len(off.answers)
     for mine, theirs in zip(on.answers, off.answers, strict=True):
         assert mine.output_ids == theirs.output_ids
@@ -118,7 +118,7 @@ def assert_close(mine: Sequence[float | None], theirs: Sequence[float | None], t
 
 
 class Host:
-    """A ``serving_host.py`` process: SGLang imported, ready to fork engines."""
+    """A ``serving_host.py`` process, which has imported SGLang and forks engines."""
 
     def __init__(self, env: dict[str, str], log: Path):
         self.log = log
@@ -137,7 +137,7 @@ class Host:
         self.buffer = b""
         try:
             self.next_message(time.monotonic() + START_SECONDS)
-        except BaseException:  # an interrupt too must not leave the process; it goes on from here
+        except BaseException:  # even an interrupt must not leave the process behind
             self.close()
             raise
 
@@ -154,13 +154,13 @@ class Host:
         return json.loads(line)
 
     def start(self, job: dict[str, Any]) -> Job:
-        """Begin a job. The one before has ended."""
+        """Begins a job. The previous one has ended."""
         self.stdin.write(json.dumps(job).encode() + b"\n")
         self.stdin.flush()
         return Job(self, self.next_message(time.monotonic() + START_SECONDS)["pid"])
 
     def run(self, job: dict[str, Any], seconds: float) -> None:
-        """Run one job to its end, and end every process it started."""
+        """Runs one job to its end, and ends every process it started."""
         log = Path(job["log"])
         running = self.start(job)
         try:
@@ -208,7 +208,7 @@ class Job:
 
 
 class ForkedServer(Server):
-    """A server whose program is run by a fork of the engines' host."""
+    """A server that runs in a fork of the engines' host."""
 
     def __init__(self, engines: Engines, checkpoint: Path, **options: Any):
         super().__init__(checkpoint, **options)
@@ -218,18 +218,18 @@ class ForkedServer(Server):
         return self.engines.start(self.command[1:], self.folder, self.env, self.log_path)
 
     def stop(self) -> None:
-        """At once: SGLang's own way takes seconds, and the tests of it wait for the end themselves."""
+        """Kills the server at once: SGLang's shutdown takes seconds, and its own tests wait for it themselves."""
         assert self.process is not None
         kill_group(self.process.pid)
         self.process.wait(patience(30))
 
 
 class Engines:
-    """Runs engines one after the other, and remembers what those answered that several tests ask for."""
+    """Runs engines one after the other, and caches answers that several tests need."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.scratch = Path(tempfile.mkdtemp(prefix="engines-"))  # short, for it holds sockets; engines are killed, not tidy
+        self.scratch = Path(tempfile.mkdtemp(prefix="engines-"))  # short: it holds sockets; killed engines do not clean up
         self.jobs = 0
         self.hosts: dict[str, Host] = {}
         self.baselines: dict[str, Result] = {}
@@ -246,7 +246,7 @@ class Engines:
         seconds: float = RUN_SECONDS,
         **engine: Any,
     ) -> Result:
-        """Answer ``prompts`` one after the other (or ``together``, as one batch) with an engine of its own."""
+        """Answers ``prompts`` one after the other (or ``together``, as one batch) with a new engine."""
         self.jobs += 1
         folder = self.folder / f"engine-{self.jobs}"
         folder.mkdir(parents=True)
@@ -274,22 +274,22 @@ class Engines:
         )
 
     def server(self, checkpoint: Path, **options: Any) -> Server:
-        """An HTTP server, the only job from ``with`` to the end of its block."""
+        """Returns an HTTP server. Within its ``with`` block it is the host's only job."""
         return ForkedServer(self, checkpoint, **options)
 
     def start(self, command: Sequence[str], folder: Path, env: dict[str, str], log: Path) -> Job:
-        """What ``python`` does with these arguments."""
+        """Does what ``python`` does with these arguments."""
         return self.host_for(env).start({"env": env, "command": list(command), "folder": str(folder), "log": str(log)})
 
     def baseline(self, checkpoint: Path, prompts: Sequence[str] = PROMPTS, **options: Any) -> Result:
-        """``run``, once a session for the same arguments."""
+        """As ``run``, but once per session for the same arguments."""
         key = json.dumps([str(checkpoint), list(prompts), options], sort_keys=True)
         if key not in self.baselines:
             self.baselines[key] = self.run(checkpoint, prompts, **options)
         return self.baselines[key]
 
     def host_for(self, env: dict[str, str]) -> Host:
-        """The host with what ``env`` has of ``READ_AT_IMPORT``, which is started where there is none alive."""
+        """Returns the host with the ``READ_AT_IMPORT`` variables of ``env``. Starts one if none is alive."""
         env = {name: value for name, value in env.items() if name in READ_AT_IMPORT}
         key = json.dumps(env, sort_keys=True)
         host = self.hosts.get(key)

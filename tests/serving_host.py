@@ -1,12 +1,12 @@
-"""The process in which ``serving.Engines`` runs engines: imports SGLang once, then forks for each engine.
+"""The process that runs engines for ``serving.Engines``: it imports SGLang once, then forks for each engine.
 
-Nearly all of an engine's start on a small checkpoint is importing SGLang, three times over. This process imports it once;
-each job is a fork of it, and the job's own children (scheduler, detokenizer, ...) are forks of a copy that was made before
-any plugin was loaded, just as spawned ones would be. So every engine still runs in fresh processes in which plugins load
-once each, in the same places as in a server.
+An engine with a small checkpoint spends nearly all of its start importing SGLang, in three processes. This process imports it
+once. Each job is a fork of it, and the job's children (scheduler, detokenizer, ...) are forks of a copy that was made before
+any plugin was loaded, just like spawned ones. So every engine still runs in fresh processes, and each loads plugins once, in
+the same places as in a server.
 
-It reads one JSON job a line from stdin, and writes ``{"pid": ...}`` when the job has begun and ``{"exit": ...}`` when it has
-ended. The job's answers are in its ``result`` file and all its output is in its ``log`` file.
+It reads one JSON job per line from stdin, and writes ``{"pid": ...}`` when the job begins and ``{"exit": ...}`` when it ends.
+The job's answers go to its ``result`` file, and all its output to its ``log`` file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import torch
 
 from scripts.harness.process import adopt_orphans, die_with_parent
 
-# What a spawned child imports before plugins are loaded in it, so that hooks find the same modules in the same state.
+# What a spawned child imports before it loads plugins, so that hooks find the same modules in the same state.
 PRELOADED = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.data_parallel_controller",
 )
-# What the CPU shims import, as plugins are loaded, in each of them.
+# What the CPU shims import in each child while plugins load.
 SHIMMED = (
     "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.layers.moe.fused_moe_native",
@@ -51,11 +51,11 @@ SHIMMED = (
 
 
 def main() -> None:
-    import setproctitle  # comes with SGLang
+    import setproctitle  # a dependency of SGLang
 
     die_with_parent()
     adopt_orphans()
-    setproctitle.getproctitle()  # finds where titles go, which it cannot once a job has added to the environment
+    setproctitle.getproctitle()  # locates the title now: it cannot once a job has added to the environment
     preload()
     answers = os.fdopen(os.dup(1), "w")
     tell(answers, ready=True)
@@ -71,20 +71,20 @@ def main() -> None:
 
 
 def reap() -> None:
-    """Take what earlier jobs left, killed with them: so that its time counts as that of this process."""
+    """Reaps what earlier jobs left, which was killed with them, so that its CPU time counts for this process."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def preload() -> None:
-    """Import SGLang, to be forked."""
+    """Imports SGLang before forks."""
     for module in PRELOADED:
         importlib.import_module(module)
     for module in SHIMMED:
         importlib.import_module(module)
     if "STANDIN_KERNELS" in os.environ:
-        torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA, and all of the stand-in survives a fork
+        torch.cuda._is_in_bad_fork = lambda: False  # SGLang has started CUDA; the stand-in survives a fork
 
 
 def tell(answers: Any, **message: Any) -> None:
@@ -93,7 +93,7 @@ def tell(answers: Any, **message: Any) -> None:
 
 
 def run_job(job: dict[str, Any]) -> NoReturn:
-    """Never returns: whatever happens, this fork does not go on as a host."""
+    """Runs a job and never returns: whatever happens, this fork must not continue as a host."""
     code = 1
     try:
         die_with_parent()
@@ -101,7 +101,7 @@ def run_job(job: dict[str, Any]) -> NoReturn:
         log_to(job["log"])
         os.environ.update(job["env"])
         sys.path[:0] = [entry for entry in job["env"].get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
-        tempfile.tempdir = None  # read TMPDIR again
+        tempfile.tempdir = None  # makes tempfile read TMPDIR again
         fork_children_from_here()
         if "command" in job:
             run_command(job["command"], job["folder"])
@@ -115,8 +115,8 @@ def run_job(job: dict[str, Any]) -> NoReturn:
         if isinstance(end.code, int):
             code = end.code
         elif end.code is None and "command" in job:
-            code = 0  # as of any program; an engine's job must leave a result
-    except Exception:  # noqa: BLE001 - whatever ended the job is told in its log
+            code = 0  # like any program; an engine's job must leave a result
+    except Exception:  # noqa: BLE001 - the job's log says what ended it
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def log_to(path: str) -> None:
 
 
 def fork_children_from_here() -> None:
-    """Start multiprocessing's fork server as a fork of this process as it is now, and have SGLang use it for spawning."""
+    """Starts multiprocessing's fork server as a fork of this process in its current state, and makes SGLang spawn from it."""
     listener = socket.socket(socket.AF_UNIX)
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     listener.bind(address)
@@ -144,7 +144,7 @@ def fork_children_from_here() -> None:
     if pid == 0:
         die_with_parent()
         os.close(alive_write)
-        # A failing scheduler tells its parent, which SGLang takes for the engine.
+        # A failing scheduler signals its parent, which SGLang takes to be the engine.
         signal.signal(signal.SIGQUIT, lambda *_: os.kill(job, signal.SIGQUIT))
         reuse_fork_server()
         end_as_if_spawned()
@@ -158,14 +158,14 @@ def fork_children_from_here() -> None:
 
 
 def reuse_fork_server() -> None:
-    """Children start their own children from the same fork server; nobody starts another one."""
+    """Makes children use the same fork server for their own children instead of starting another one."""
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
     forkserver.ForkServer.ensure_running = lambda _: resource_tracker.ensure_running()  # type: ignore[method-assign]
 
 
 def end_as_if_spawned() -> None:
-    """A spawned child runs what it gave to ``atexit`` as it ends; one of a fork server does not."""
+    """Makes children run their ``atexit`` functions, as spawned ones do and a fork server's do not."""
     serve_one = forkserver._serve_one  # type: ignore[attr-defined]
 
     def serve_and_run_exit_functions(*arguments: Any) -> int:
@@ -179,10 +179,10 @@ def end_as_if_spawned() -> None:
 def run_command(command: list[str], folder: str) -> None:
     import prometheus_client.values
 
-    """What ``python`` does with these arguments, ``-m MODULE ...`` or ``SCRIPT ...``, in ``folder``."""
+    """Does what ``python`` does with these arguments, ``-m MODULE ...`` or ``SCRIPT ...``, in ``folder``."""
     faulthandler.enable()
     os.chdir(folder)
-    # prometheus_client asks this variable as it is imported; SGLang sets it before, in a process that starts anew.
+    # prometheus_client reads this variable at import; in a new process SGLang sets it before that.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
     prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
     if command[0] == "-m":
@@ -210,13 +210,13 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(engine: Any, prompts: list[str], max_new_tokens: int) -> list[dict[str, Any]]:
-    """One batch, greedily, with the log-probabilities of its input and output."""
+    """Generates one batch greedily, with log-probabilities of input and output."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return engine.generate(prompts, sampling, return_logprob=True, logprob_start_len=0)
 
 
 def recorded_counts(engine: Any) -> list[list[int]]:
-    """Tokens routed to each expert of each layer, as counted by SGLang's own recorder."""
+    """Returns the tokens routed to each expert of each layer, as SGLang's own recorder counts them."""
     import torch
 
     engine.dump_expert_distribution_record()

@@ -1,13 +1,13 @@
-"""Emulated memory that accounts for pages as NVIDIA's driver does, so that tests can ask what a GPU would have been asked.
+"""Emulated memory that accounts for pages as NVIDIA's driver does, so that tests can check what a GPU would have done.
 
-It keeps for each page what the driver would know (location, preferred location, whether it holds host RAM and VRAM), evicts as
-the driver would, runs out of VRAM where it would, and counts calls and bytes. The behaviours come from the CUDA documentation
-and the open kernel modules (tag 580.95.05, kernel-open/nvidia-uvm):
+It tracks what the driver knows about each page (location, preferred location, whether it holds host RAM and VRAM), evicts and
+runs out of VRAM as the driver does, and counts calls and bytes. Its behaviour follows the CUDA documentation and the open
+kernel modules (tag 580.95.05, kernel-open/nvidia-uvm):
 
-- The driver takes free VRAM before it takes back any of its own (``uvm_pmm_gpu.c:1677``).
-- A block whose pages have all moved to the host goes to the list of unused ones, which is taken back first
-  (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and comes off it when a page moves in. Then come the least recently
-  populated.
+- The driver uses free VRAM before it reclaims any of its own (``uvm_pmm_gpu.c:1677``).
+- A block whose pages have all moved to the host goes to the list of unused blocks, which are reclaimed first
+  (``uvm_va_block.c:3515``, ``uvm_pmm_gpu.c:1460``), and leaves it when a page moves in. The least recently populated blocks are
+  next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OS_PAGE = mmap.PAGESIZE
 
 @dataclass
 class Traffic:
-    """Counters since the memory was made."""
+    """Counters since the memory was created."""
 
     to_device_bytes: int = 0
     to_host_bytes: int = 0
@@ -41,7 +41,7 @@ class Traffic:
 
 
 class _Pages:
-    """The driver's view of one range. Arrays are ``[pages]``, the last two ``[blocks]``."""
+    """The driver's view of one range. Arrays are ``[pages]``, except the last two, which are ``[blocks]``."""
 
     def __init__(self, managed: ManagedRange):
         count = round_up(managed.nbytes, PAGE_BYTES) // PAGE_BYTES
@@ -56,24 +56,24 @@ class _Pages:
 
 
 class SimulatedDriver(EmulatedMemory):
-    """``device_bytes`` is the VRAM to play, None for as much as is asked for. ``block_bytes`` is the unit of residency that
-    this memory states; the driver's own blocks are always ``BLOCK_BYTES``."""
+    """``device_bytes`` is the simulated VRAM; None: unlimited. ``block_bytes`` is the unit of residency that this memory
+    reports; the driver's own blocks always have ``BLOCK_BYTES``."""
 
     def __init__(self, device_bytes: int | None = None, block_bytes: int = PAGE_BYTES) -> None:
         super().__init__(block_bytes)
         self.device_bytes = device_bytes
         self.traffic = Traffic()
         self.device_used = 0
-        """Bytes of VRAM that managed pages and ``allocate_plain`` hold. A page keeps its VRAM after it moved to the host, until
+        """Bytes of VRAM that managed pages and ``allocate_plain`` hold. A page that moves to the host keeps its VRAM until
         something else needs it."""
         self.device_peak = 0
         self.device_resident = 0
-        """Bytes of managed pages that are in VRAM."""
+        """Bytes of managed pages in VRAM."""
         self.host_used = 0
-        """Bytes of host RAM that managed pages hold. A page keeps its host copy's room after it moved to the GPU."""
+        """Bytes of host RAM that managed pages hold. A page that moves to the GPU keeps its host RAM."""
         self.host_peak = 0
         self._queue: list[tuple[ManagedRange, list[Span]]] | None = None
-        """What is to be populated, while a model loads."""
+        """Spans to populate while a model loads."""
         self._plain = 0
         self._clock = 0
         self._ranges: dict[ManagedRange, _Pages] = {}
@@ -99,7 +99,7 @@ class SimulatedDriver(EmulatedMemory):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Populates as late as it may."""
+        """Populates as late as allowed."""
         self._queue = []
         try:
             yield
@@ -116,7 +116,7 @@ class SimulatedDriver(EmulatedMemory):
         self._queue.append((managed, list(spans)))
 
     def _whole(self, managed: ManagedRange, spans: Sequence[Span]) -> tuple[ManagedRange, list[Span]]:
-        """The allocation that a range is part of, and its spans there."""
+        """Returns the allocation that contains the range, and the spans within it."""
         whole = self._find(managed).whole
         if whole is None:
             return managed, list(spans)
@@ -153,10 +153,10 @@ class SimulatedDriver(EmulatedMemory):
             return MemoryInfo(host, host + self.device_used, host)
         return MemoryInfo(self.device_bytes - self.device_used, self.device_bytes, host)
 
-    # What only a simulation can do or tell.
+    # What only a simulation can do or know.
 
     def prefer(self, managed: ManagedRange, spans: Sequence[Span], location: Location) -> None:
-        """Advise the spans and move nothing."""
+        """Advises the spans and moves nothing."""
         check_spans(managed, spans, self.block_bytes)
         managed, spans = self._whole(managed, spans)
         pages = self._pages(managed)
@@ -165,7 +165,7 @@ class SimulatedDriver(EmulatedMemory):
             self.traffic.advise_calls += 1
 
     def read(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
-        """A kernel on the GPU reads the spans (any bytes). A page that prefers the GPU but was evicted faults back in: a GPU
+        """Reads the spans (any bytes) as a GPU kernel would. An evicted page that prefers the GPU faults back in, because a GPU
         maps only local pages of a range that prefers it. Other pages stay where they are."""
         managed, spans = self._whole(managed, spans)
         pages = self._pages(managed)
@@ -176,7 +176,7 @@ class SimulatedDriver(EmulatedMemory):
                 self._to_device(pages, slice(where.start + run.start, where.start + run.stop), "read")
 
     def location(self, managed: ManagedRange, span: Span) -> Location | None:
-        """Where the whole span really is, None where it is mixed or was never populated."""
+        """Returns where the whole span is, or None if it is mixed or was never populated."""
         managed, (span,) = self._whole(managed, [span])
         pages = self._pages(managed)
         self._notice_writes(pages)
@@ -184,7 +184,7 @@ class SimulatedDriver(EmulatedMemory):
         return next((location for location, code in CODE.items() if (codes == code).all()), None)
 
     def allocate_plain(self, nbytes: int, name: str) -> None:
-        """``cudaMalloc``: takes VRAM that is not managed, evicting managed blocks where it has to."""
+        """Acts as ``cudaMalloc``: takes unmanaged VRAM and evicts managed blocks if it must."""
         self._make_room(nbytes, "cudaMalloc", name, Span(0, nbytes), keep=None)
         self._plain += nbytes
         self._device_takes(nbytes)
@@ -196,7 +196,7 @@ class SimulatedDriver(EmulatedMemory):
         self.device_used -= nbytes
 
     def notice_writes(self) -> None:
-        """Account for the host pages that were populated by being written."""
+        """Accounts for host pages that writes populated."""
         for pages in list(self._ranges.values()):
             self._notice_writes(pages)
 
@@ -224,7 +224,7 @@ class SimulatedDriver(EmulatedMemory):
             self.host_used -= int(pages.holds_host.sum()) * PAGE_BYTES
 
     def _notice_writes(self, pages: _Pages) -> None:
-        """First touch by the CPU populates in host RAM: found by asking the kernel which pages exist."""
+        """Finds pages that the CPU populated in host RAM by first touch: asks the kernel which pages exist."""
         if not (pages.where == UNSET).any():
             return
         length = round_up(pages.managed.nbytes, PAGE_BYTES)
@@ -273,8 +273,8 @@ class SimulatedDriver(EmulatedMemory):
         self.device_peak = max(self.device_peak, self.device_used)
 
     def _make_room(self, nbytes: int, call: str, name: str, span: Span, keep: tuple[_Pages, slice] | None) -> None:
-        """Take VRAM back until ``nbytes`` fit, a block at a time: unused ones first, then the least recently populated, whose
-        pages go to the host. ``keep`` are pages being populated."""
+        """Reclaims VRAM block by block until ``nbytes`` fit: unused blocks first, then the least recently populated ones, whose
+        pages move to the host. ``keep`` are pages that are being populated."""
         if self.device_bytes is None or self.device_used + nbytes <= self.device_bytes:
             return
         kept = range(0)
@@ -304,7 +304,7 @@ class SimulatedDriver(EmulatedMemory):
 
 
 def pages_of(span: Span) -> slice:
-    """The pages that contain a byte of the span."""
+    """Returns the pages that overlap the span."""
     return units_of(span, PAGE_BYTES)
 
 
@@ -313,7 +313,7 @@ def _block(block: int) -> slice:
 
 
 def _by_block(flags: np.ndarray) -> np.ndarray:
-    """How many of each block's pages are flagged."""
+    """Returns how many pages of each block are flagged."""
     return np.add.reduceat(flags, np.arange(0, flags.size, _PAGES_PER_BLOCK), dtype=np.int64)
 
 

@@ -1,12 +1,13 @@
-"""What is served and what is refused, as the tests themselves have found: docs/support.md is made of it.
+"""Pytest marks for what is served and what is refused. docs/support.md is generated from the results of marked tests.
 
-``@pytest.mark.works(GROUP, WHAT)`` is on each test that shows that WHAT is served, ``@pytest.mark.refused(GROUP, WHAT)`` on
-one which shows that a launch with it ends before loading, and ``@pytest.mark.sglang_fails(GROUP, WHAT)`` on one which shows
-that SGLang cannot do it, without this plugin. These two give the message: ``record_property("reason", message)``.
-``@pytest.mark.nightly`` keeps a test out of a plain run. ``--nightly`` runs these too, and ``--support FILE`` writes what
-became of each marked test (``scripts/support.sh``).
-``@pytest.mark.sglang`` is on each unit test that needs SGLang, and ``pytestmark = pytest.mark.sglang`` in each file of them.
-``@pytest.mark.since(VERSION, WHY)`` skips a test with an older SGLang. ``WHY`` is a fact about that SGLang, or about the test.
+- ``@pytest.mark.works(GROUP, WHAT)``: the test shows that WHAT is served.
+- ``@pytest.mark.refused(GROUP, WHAT)``: it shows that a launch with WHAT ends before loading. It records the message with
+  ``record_property("reason", message)``.
+- ``@pytest.mark.sglang_fails(GROUP, WHAT)``: it shows that SGLang without this plugin fails at WHAT, and records the message.
+- ``@pytest.mark.nightly``: it runs only with ``--nightly``. ``--support FILE`` writes the result of each marked test
+  (``scripts/support.sh``).
+- ``@pytest.mark.sglang``: the unit test needs SGLang. A file of such tests has ``pytestmark = pytest.mark.sglang``.
+- ``@pytest.mark.since(VERSION, WHY)``: it is skipped with an older SGLang. WHY is a fact about that SGLang or about the test.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKERS = {
-    "works(group, what)": "shows that what is named is served; a row of docs/support.md",
-    "refused(group, what)": "shows that what is named ends a launch before loading, and records the reason",
-    "sglang_fails(group, what)": "shows that SGLang fails at what is named without this plugin, and records its error",
-    "nightly": "runs with --nightly only",
-    "since(version, why)": "is skipped with an older SGLang",
-    "sglang": "needs SGLang, and is left out where it is not installed",
-    "slow": "takes seconds, and is left out by scripts/unit.sh",
+    "works(group, what)": "shows that WHAT is served; a row of docs/support.md",
+    "refused(group, what)": "shows that WHAT ends a launch before loading, and records the reason",
+    "sglang_fails(group, what)": "shows that SGLang without this plugin fails at WHAT, and records its error",
+    "nightly": "runs only with --nightly",
+    "since(version, why)": "skipped with an older SGLang",
+    "sglang": "needs SGLang; not collected without it",
+    "slow": "takes seconds; scripts/unit.sh skips it",
 }
 OLDER = "with SGLang before"
 HAS_SGLANG = find_spec("sglang") is not None
@@ -40,7 +41,7 @@ KINDS = ("works", "refused", "sglang_fails")
 
 
 def skip_newer(items: Iterable[pytest.Item], installed: str) -> None:
-    """Skip the tests that are marked as of a later SGLang than the ``installed`` version."""
+    """Skips tests that are marked for a later SGLang than the ``installed`` version."""
     for item in items:
         for mark in item.iter_markers("since"):
             version, why = mark.args
@@ -60,7 +61,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def rows(item: pytest.Item) -> list[dict[str, str]]:
-    """The rows of the table that a test is for, each with its name."""
+    """Returns the table rows that a test is for, with the test's name."""
     marks = [mark for mark in item.iter_markers() if mark.name in KINDS]
     return [
         dict(zip(("kind", "group", "what"), (mark.name, *mark.args), strict=True)) | {"test": item.nodeid} for mark in marks
@@ -68,14 +69,14 @@ def rows(item: pytest.Item) -> list[dict[str, str]]:
 
 
 class Support:
-    """Registered with pytest: leaves nightly tests out, and notes what became of marked ones."""
+    """A pytest plugin that leaves out nightly tests and records the results of marked ones."""
 
     def __init__(self, config: pytest.Config):
         self.out: Path | None = config.getoption("--support")
         self.nightly = bool(config.getoption("--nightly"))
         self.found: list[dict[str, Any]] = []
         self.collected: list[pytest.Item] = []
-        """All tests of the files that were collected, nightly ones too."""
+        """All tests of the collected files, including nightly ones."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,7 +90,7 @@ class Support:
         leave_out(config, items, "nightly")
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
-        """Without SGLang, files all of whose tests need it, which they import."""
+        """Without SGLang, ignores files whose tests all need it, because they import it."""
         if HAS_SGLANG or collection_path.suffix != ".py":
             return None
         return WHOLE_FILE in collection_path.read_text().splitlines() or None
@@ -114,8 +115,8 @@ class Support:
 
 
 def record(before: Iterable[dict[str, Any]], found: list[dict[str, Any]], collected: Iterable[pytest.Item]) -> dict[str, Any]:
-    """What was found, by which versions. Of what was recorded ``before``, the tests that did not run now stay, unless their
-    file was collected without them or their marks."""
+    """Returns what was found and with which versions. Entries from ``before`` stay if their tests did not run now, unless their
+    file was collected without them or without their marks."""
     git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     versions = {"sglang": metadata.version("sglang"), "torch": metadata.version("torch"), "python": platform.python_version()}
     now = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": git.stdout.strip()[:12], **versions}
@@ -131,8 +132,8 @@ def file_of(test: str) -> str:
 
 
 def unrecorded(collected: Iterable[pytest.Item], recorded: Iterable[dict[str, Any]]) -> list[str]:
-    """Where the marks of collected tests and a record differ. Of files that were not collected, and of tests chosen by name,
-    nothing is known."""
+    """Lists differences between the marks of collected tests and a record. Skips files that were not collected and tests chosen
+    by name, about which nothing is known."""
     key = ("kind", "group", "what", "test")
     items = list(collected)
     marked = {tuple(row[name] for name in key) for item in items for row in rows(item)}

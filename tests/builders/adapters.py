@@ -15,7 +15,7 @@ RANK = 4
 
 
 def adapter(checkpoint: Path, folder: Path, modules: Sequence[str] = ATTENTION, seed: int = 3) -> Path:
-    """Writes an adapter of rank ``RANK`` for the modules of these names in every layer, and returns its folder."""
+    """Writes an adapter of rank ``RANK`` for ``modules`` in every layer. Returns its folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):

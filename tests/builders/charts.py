@@ -1,4 +1,4 @@
-"""What a chart shows, read back from its figure."""
+"""Reads back what a chart shows from its figure."""
 
 from __future__ import annotations
 

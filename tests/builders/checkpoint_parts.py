@@ -1,5 +1,5 @@
-"""What SGLang calls of the package ``checkpoint_engine`` to take weights from another process, for a CPU: they come through a
-socket, where the package shares memory of a GPU."""
+"""Replaces the functions of ``checkpoint_engine`` that SGLang calls to take weights from another process. Weights come through
+a socket here, where the package shares GPU memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import zmq
 
 DEVICE = "GPU-0"
-"""What both sides call the only device."""
+"""Both sides' name for the only device."""
 
 
 def install() -> None:
-    """Call it in the process that has the model."""
+    """Call this in the process that has the model."""
     worker = types.ModuleType("checkpoint_engine.worker")
     worker.__dict__["update_weights_from_ipc"] = receive
     sys.modules.update({"checkpoint_engine": types.ModuleType("checkpoint_engine"), worker.__name__: worker})
@@ -26,7 +26,7 @@ def install() -> None:
 
 
 def receive(context: zmq.Context, address: str, device_id: int, *, run: Any, post_hook: Any = None) -> None:
-    """Load each part that comes, up to an empty one."""
+    """Loads each part that arrives, until an empty one."""
     with context.socket(zmq.REP) as socket:
         socket.connect(address)
         while part := socket.recv_pyobj():
@@ -37,7 +37,7 @@ def receive(context: zmq.Context, address: str, device_id: int, *, run: Any, pos
 
 
 def send(socket: zmq.Socket, parts: list[list[tuple[str, torch.Tensor]]]) -> None:
-    """The trainer's side, on a bound ``zmq.REQ``."""
+    """Sends ``parts`` as a trainer does, on a bound ``zmq.REQ``."""
     for part in [*parts, []]:
         socket.send_pyobj(part)
         socket.recv()

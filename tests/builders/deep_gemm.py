@@ -1,4 +1,4 @@
-"""SGLang's own code around its DeepGEMM kernels on a CPU: the kernels' part by references in torch that index as they do."""
+"""Runs SGLang's code around its DeepGEMM kernels on a CPU. References in torch replace the kernels and index as they do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 class Kernels:
-    """``gemms``: what each was given, less its output. ``compiled``: N, K and the number of groups of each session."""
+    """``gemms`` records each call's arguments without its output; ``compiled`` records N, K and the groups of each session."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.gemms: list[tuple[Any, Any, torch.Tensor]] = []
@@ -52,8 +52,9 @@ class Kernels:
             patch.setattr(module, name, function, raising=False)
 
     def _gemm(self, left: Any, right: Any, out: torch.Tensor, indices: torch.Tensor) -> None:
-        """As DeepGEMM's scheduler for the contiguous layout on Hopper: a block of rows has the expert of its first row, and one
-        of no expert reads expert 0's weights and is not computed. Weights have bounds; scales are at base + expert * stride."""
+        """Acts as DeepGEMM's scheduler for the contiguous layout on Hopper: a block of rows takes the expert of its first row.
+        A block without an expert reads expert 0's weights and computes nothing. Weights are bounds-checked; scales are at base
+        + expert * stride."""
         if self.fails_at == len(self.gemms):
             raise RuntimeError("out of memory")
         self.gemms.append((left, right, indices))
@@ -105,7 +106,7 @@ def _scatter(
     places: torch.Tensor,
     **_: Any,
 ) -> None:
-    """``ep_scatter``: rows of padding have no expert, and hold what was there."""
+    """Acts as ``ep_scatter``: padding rows have no expert and keep what was there."""
     out.view(torch.uint8).fill_(0xFF)  # NaN
     places.fill_(-1)
     at = 0

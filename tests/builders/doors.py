@@ -1,8 +1,8 @@
-"""A program that goes into SGLang by several doors, one after the other, and says what each answers.
+"""A program that starts SGLang through several entry points ("doors"), one after the other, and records their answers.
 
     doors.py RESULT '{"values": {...}, "visits": [["engine", "arguments first", {}], ...]}'
 
-A visit is a door, an order of imports, and what is added to the arguments ``values``. RESULT gets the token ids of each.
+A visit names a door, an order of imports, and arguments to add to ``values``. RESULT receives the token ids of each visit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ DOORS: dict[str, Any] = {"engine": engine, "child": child}
 
 
 def asked(port: int, alive: Any = lambda: True) -> dict[str, Any]:
-    """The server's answer, as soon as it gives one."""
+    """Returns the server's answer as soon as it gives one."""
     body = json.dumps({"text": PROMPT, "sampling_params": GREEDY}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, {"Content-Type": "application/json"})
     end = time.monotonic() + patience(120)
@@ -82,7 +82,7 @@ def asked(port: int, alive: Any = lambda: True) -> dict[str, Any]:
 
 
 def serve_here(values: dict[str, Any], result: Path) -> None:
-    """``launch_server`` in this process, which ends with the answer."""
+    """Runs ``launch_server`` in this process, which ends with the answer."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""Draft models of EAGLE for the tests' checkpoints: one dense layer that reads the target's hidden states."""
+"""EAGLE draft models for the tests' checkpoints: one dense layer that reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scripts.make_checkpoint import VOCAB, Shape, Weights, base_config
 
 SHAPE = Shape(layers=1)
 AUXILIARY = 3
-"""Layers of the target whose hidden states EAGLE-3 reads."""
+"""Number of target layers whose hidden states EAGLE-3 reads."""
 
 
 def eagle(folder: Path, dtype: str = "float32") -> Path:
-    """A draft that leans on the newest token, and takes embedding and head from its target."""
+    """Writes a draft that favours the newest token and shares its target's embedding and head."""
     weights = Weights(SHAPE, getattr(torch, dtype), seed=5, hot=None)
     _layer(weights, "layers.0", SHAPE.hidden)
     weights.norm("layers.0.post_attention_layernorm")
@@ -26,7 +26,7 @@ def eagle(folder: Path, dtype: str = "float32") -> Path:
 
 
 def eagle3(folder: Path, target: Path, dtype: str = "float32") -> Path:
-    """A draft with a head of its own, which is that of the checkpoint ``target``."""
+    """Writes a draft with its own head, a copy of the head of the checkpoint ``target``."""
     weights = Weights(SHAPE, getattr(torch, dtype), seed=6, hot=None)
     _layer(weights, "midlayer", 2 * SHAPE.hidden)
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
@@ -38,7 +38,7 @@ def eagle3(folder: Path, target: Path, dtype: str = "float32") -> Path:
 
 
 def _layer(weights: Weights, name: str, into: int) -> None:
-    """Attention over ``into`` inputs, and an MLP."""
+    """Adds attention over ``into`` inputs, and an MLP."""
     heads, kv_heads = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
     for part, out in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         weights.linear(f"{name}.self_attn.{part}_proj", out, into)

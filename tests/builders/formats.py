@@ -1,5 +1,5 @@
-"""SGLang's MoE layers of each format as its loader makes them, on a CPU: built, loaded and processed by its own code, with the
-plugin's hooks or without."""
+"""Builds SGLang's MoE layers of each format on a CPU. SGLang's own code builds, loads and processes them, with the plugin's
+hooks or without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 
 E, HIDDEN, INTERMEDIATE = 5, 1024, 1024
-"""An expert's scales of 8 bits for each 16 values are then as large as what is placed, and no other dimension is ``E``."""
+"""With these sizes, 8-bit scales per 16 values are as large as the smallest placed tensor, and no other dimension is ``E``."""
 
 ALLOCATIONS = {
     *(torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default),
@@ -43,7 +43,7 @@ ALLOCATIONS = {
 
 @contextmanager
 def runtime(runner: str, gpu: Mapping[str, bool]) -> Iterator[None]:
-    """SGLang's settings in a scheduler of one rank, with ``--moe-runner-backend runner``, on a GPU of these facts."""
+    """Sets SGLang up as a scheduler of one rank with ``--moe-runner-backend runner``, on a GPU with the facts ``gpu``."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(tiny_config("Qwen3MoeForCausalLM", EXPERTS).to_dict()))
         arguments = ServerArgs(model_path=folder, device="cpu", attention_backend="torch_native", mem_fraction_static=0.3)
@@ -55,16 +55,16 @@ def runtime(runner: str, gpu: Mapping[str, bool]) -> Iterator[None]:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes at a time in tensors of a page or more for each expert. It knows what operators return."""
+    """Tracks peak bytes in tensors with a page or more per expert, from what operators return."""
 
     def __init__(self, memory: SimulatedDriver | None, experts: int):
         super().__init__()
         self.experts, self.least, self._memory = experts, experts * PAGE_BYTES, memory
         self._plain: dict[int, tuple[StorageWeakRef, int, bool]] = {}
-        """Storages outside of managed memory by identity: the bytes of each, and whether an operator that computes made it."""
+        """Storages outside managed memory, by identity: bytes, and whether a computing operator made it."""
         self.total = 0
         self.computed = 0
-        """Outside of managed memory; without one, less what was allocated for experts, which would be managed."""
+        """Peak bytes outside managed memory; without managed memory, minus allocations for experts, which would be managed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -86,7 +86,7 @@ class Peak(TorchDispatchMode):
         self.computed = max(self.computed, sum(nbytes for _, nbytes, computed in self._plain.values() if computed))
 
     def plain(self) -> int:
-        """Bytes that are alive now outside of managed memory."""
+        """Live bytes outside managed memory."""
         self._plain = {key: each for key, each in self._plain.items() if not each[0].expired()}
         return sum(nbytes for _, nbytes, _ in self._plain.values())
 
@@ -100,19 +100,19 @@ class Peak(TorchDispatchMode):
 
 @dataclasses.dataclass
 class Loaded:
-    """A layer that was built, loaded and processed."""
+    """A layer after building, loading and processing."""
 
     layer: FusedMoE
     memory: SimulatedDriver | None
     peak: Peak
-    """While it was processed."""
+    """The peak while it was processed."""
 
     @property
     def experts(self) -> ExpertLayer:
         return self.layer.__dict__[_EXPERTS][0]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that the layer, its quantisation method and its scheme hold, by where they hold it."""
+        """Returns all tensors of the layer, its quantisation method and its scheme, by where they are held."""
         return dict(held(self.layer, "", set()))
 
 
@@ -136,7 +136,7 @@ def held(value: Any, at: str, seen: set[int]) -> Iterator[tuple[str, torch.Tenso
 
 
 def build(quantization: Callable[[], Any], managed: bool, **arguments: Any) -> Loaded:
-    """Inside of ``runtime``. ``arguments`` are for SGLang's ``FusedMoE``."""
+    """Builds, loads and processes a layer inside ``runtime``. ``arguments`` go to SGLang's ``FusedMoE``."""
     memory, hooks = SimulatedDriver() if managed else None, LayerHooks({})
     usual = {"top_k": 2, "params_dtype": torch.bfloat16, "routing_method_type": RoutingMethodType.Renormalize}
     given = {"num_experts": E, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, **usual, **arguments}
@@ -167,22 +167,22 @@ def _hooked(layer: FusedMoE, around: Callable[..., None], original: Callable[...
 
 
 def load(layer: FusedMoE, seed: int = 0) -> None:
-    """A checkpoint's tensors, one after the other, through the loader of each parameter."""
+    """Loads a checkpoint's tensors one by one through each parameter's loader."""
     quantization = None if layer.quant_config is None else layer.quant_config.get_name()
     for name, parameter in list(layer.named_parameters()):
         which, _, suffix = name.partition("_")
         if not hasattr(parameter, "weight_loader"):
             continue
-        if quantization == "mxfp4":  # gpt-oss has all experts of a layer in a tensor
+        if quantization == "mxfp4":  # gpt-oss stacks all experts of a layer in one tensor
             loaded = values(parameter.shape, parameter.dtype, name, seed)
             parameter.weight_loader(parameter, loaded, f"experts.{name}", None, None)
             continue
-        if "bias" in name:  # only those of gpt-oss are in checkpoints
+        if "bias" in name:  # only gpt-oss checkpoints have biases
             continue
         for expert in range(parameter.shape[0]):
             for shard, file in (("w1", "gate_proj"), ("w3", "up_proj")) if which == "w13" else (("w2", "down_proj"),):
                 shape, dtype = shard_shape(layer, parameter, name), parameter.dtype
-                if quantization == "nvfp4_online":  # made of BF16 as it is loaded
+                if quantization == "nvfp4_online":  # quantised from BF16 while loading
                     if suffix not in ("weight", "input_scale"):
                         continue
                     if suffix == "weight":
@@ -192,7 +192,7 @@ def load(layer: FusedMoE, seed: int = 0) -> None:
 
 
 def shard_shape(layer: FusedMoE, parameter: torch.Tensor, name: str) -> list[int]:
-    """Of a tensor that a checkpoint has for an expert."""
+    """Returns the shape of an expert's tensor in a checkpoint."""
     shape = [*parameter.shape[1:]]
     if name.endswith("weight_shape"):
         return [2]
@@ -211,7 +211,7 @@ def pool() -> torch.Tensor:
 
 
 def values(shape: Any, dtype: torch.dtype, name: str, seed: int) -> torch.Tensor:
-    """Weights of any bits, scales that are numbers of their kind."""
+    """Draws weights from arbitrary bits, and scales that are valid numbers of their dtype."""
     random = torch.Generator().manual_seed(seed + len(name))
     if "input_scale" in name or "input_global_scale" in name:
         return torch.full([*shape], 0.5).to(dtype)

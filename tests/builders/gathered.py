@@ -1,4 +1,4 @@
-"""What SGLang tells the ranks of data parallel attention of a batch that they compute together."""
+"""Makes what SGLang tells the ranks of data-parallel attention about a batch that they compute together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDLE = Local(ForwardMode.IDLE, 0)
 
 
 def gathered(ranks: Sequence[Local], own: int, a2a: str = "none", dense_tp_size: int | None = None) -> dict[str, object]:
-    """Fields of rank ``own``'s ``ForwardBatch``, by SGLang's own exchange but for its transport. ``dense_tp_size`` is of
+    """Returns fields of rank ``own``'s ``ForwardBatch``, from SGLang's own exchange without its transport. ``dense_tp_size`` is
     ``--moe-dense-tp-size``, given with ``--enable-dp-lm-head``."""
     infos = [_info(rank, len(ranks)) for rank in ranks]
     sent = torch.cat([info._get_local_tensor("cpu") for info in infos])

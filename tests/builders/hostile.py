@@ -1,5 +1,5 @@
-"""A folder such as a downloaded model may be: files of the names that Python, SGLang and this package import, which mark it
-when they run."""
+"""A malicious folder, as a downloaded model may be: files with names that Python, SGLang and this package import. Each leaves a
+mark when it runs."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class Hostile:
 
     @property
     def ran(self) -> list[str]:
-        """The names of which some code ran."""
+        """Returns the names of files whose code ran."""
         return sorted(os.listdir(self._marks))

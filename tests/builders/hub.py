@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub: serves checkpoints from folders as ``huggingface_hub`` asks for them."""
+"""A stand-in for the Hugging Face Hub that serves checkpoints from folders to ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _API = re.compile(r"/api/models/(?P<id>[^/?]+/[^/?]+)(/revision/(?P<revision>[^/
 
 @dataclass
 class Hub:
-    """``models`` by id, or by ``id@revision`` where it has one beside ``main``."""
+    """``models`` by id, or by ``id@revision`` for revisions other than ``main``."""
 
     models: Mapping[str, Path]
     url: str = ""
     fetched: list[tuple[str, int]] = field(default_factory=list)
-    """Each file that was asked for, and how many bytes of it were sent."""
+    """Each requested file with the bytes that were sent."""
     dripping: str = ""
-    """A file that is sent a byte at a time, without end."""
+    """A file that is sent byte by byte, without end."""
 
     def env(self, home: Path) -> dict[str, str]:
-        """Of a process that takes this for the Hub, with a cache of its own."""
+        """Returns the environment of a process that uses this as the Hub, with its own cache."""
         return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
     def bytes_of_weights(self) -> int:
@@ -45,7 +45,7 @@ class Hub:
 
 
 def cached(cache: Path, name: str, folder: Path, revision: str = "main", files: str = "*") -> None:
-    """Puts those of a folder's ``files`` that match where a download of the model leaves them."""
+    """Puts the folder's files that match ``files`` where a download of the model would."""
     entry, commit = cache / f"models--{name.replace('/', '--')}", hashlib.sha1(revision.encode()).hexdigest()
     (entry / "refs").mkdir(parents=True, exist_ok=True)
     (entry / "refs" / revision).write_text(commit)
@@ -56,7 +56,7 @@ def cached(cache: Path, name: str, folder: Path, revision: str = "main", files: 
 
 @contextmanager
 def serving(models: Mapping[str, Path]) -> Iterator[Hub]:
-    """Serves for as long as the block runs."""
+    """Serves while the block runs."""
     hub = Hub(models)
 
     class Handler(_Handler):
@@ -129,7 +129,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(1 << 20))
         self.end_headers()
-        with contextlib.suppress(OSError):  # the client is ended
+        with contextlib.suppress(OSError):  # the client has ended
             while True:
                 self.wfile.write(b" ")
                 time.sleep(0.05)

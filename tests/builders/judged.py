@@ -1,4 +1,4 @@
-"""What ``doctor`` says of many launches, over the stand-in for a machine with eight GPUs."""
+"""Runs ``doctor`` on many launches, over the stand-in for a machine with eight GPUs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sglang_uvm_offload.plan.gpus import GPUS
 PUBLISHED: list[dict[str, str]] = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "published_launches.json").read_text(encoding="utf-8")
 )
-"""Lines that publishers print: ``model``, ``words``, ``source``, and maybe ``environment`` and the ``gpu`` that one is for."""
+"""Published launch lines: ``model``, ``words``, ``source``, and optionally ``environment`` and the ``gpu`` a line is for."""
 
 AT_ONCE = 24
-"""Launches that one process looks at."""
+"""Launches per process."""
 
 _KINDS = {"": {}, "B200": BLACKWELL, "integrated": {"STANDIN_VRAM": str(119 << 30), "STANDIN_ATTRIBUTE_18": "1"}}
-"""The GPUs of a line that says nothing, of one for Blackwell, and one without memory of its own."""
+"""Stand-in settings by a line's GPU: the default, Blackwell, and a GPU without its own memory."""
 
 _EXAMINE = """
 import contextlib, io, json, os
@@ -48,15 +48,15 @@ print("RESULT", json.dumps(said))
 """
 
 UNKNOWN = re.compile(r"SGLang refuses|cannot be estimated|Traceback|give a number")
-"""What no launch of a local folder of safetensors may be told."""
+"""What ``doctor`` must not say of a launch from a local safetensors folder."""
 
 NO_CHOICE = re.compile(r"error: (argument --\S+: invalid choice: '\w+'|unrecognized arguments: .+|ambiguous option: .+)")
-"""A flag or a value that this SGLang does not have."""
+"""A flag or value that this SGLang lacks."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, and the GPU that it is for."""
+    """A launch and the GPU that it is for."""
 
     words: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
@@ -65,16 +65,16 @@ class Launch:
 
 
 def of_line(line: dict[str, str], folder: Path, number: str, *more: str) -> Launch:
-    """A published line, with the model in ``folder``."""
+    """Makes a launch of a published line, with the model in ``folder``."""
     ours = ("--model-path", str(folder), "--skip-tokenizer-init", "--expert-offload-num-resident", number)
-    # Code of the publisher's own is not here; SGLang has classes for these models.
+    # The publisher's own code is not here; SGLang has classes for these models.
     words = (word for word in shlex.split(line.get("words", "")) if word != "--trust-remote-code")
     environment = tuple(tuple(pair.split("=", 1)) for pair in line.get("environment", "").split())
     return Launch((*ours, *words, *more), environment, line.get("gpu", ""))  # type: ignore[arg-type]
 
 
 def judged(launches: Sequence[Launch], python: Nurseries, **env: str) -> dict[Launch, tuple[int | str, str]]:
-    """The exit code and the output, or in place of the code the error that ended it. ``env``: of all of them."""
+    """Returns each launch's exit code, or the error that ended it, and its output. ``env`` is for all of them."""
     said: dict[Launch, tuple[int | str, str]] = {}
     for gpu, same in groupby(sorted(set(launches), key=lambda launch: launch.gpu), key=lambda launch: launch.gpu):
         rest = list(same)
@@ -91,7 +91,7 @@ def judged(launches: Sequence[Launch], python: Nurseries, **env: str) -> dict[La
 
 
 def verdict(said: str) -> str:
-    """One line of what ``doctor`` said: its problems, or the residents that it estimates."""
+    """Returns ``doctor``'s output as one line: its problems, or the estimated residents."""
     if problems := NO_CHOICE.findall(said) or re.findall(r"PROBLEM +(.+)", said):
         return f"refused: {'; '.join(problems)}"
     if ends := re.findall(r"WARNING +(--moe-runner-backend .+ the launch fails .+)", said):

@@ -1,5 +1,5 @@
-"""A transfer of KV caches between two servers on one CPU, in place of a library for RDMA: for each request the server that
-prefills writes a file with its pages and the first token, which the server that decodes copies into its own."""
+"""Transfers KV caches between two servers on one CPU through files, in place of an RDMA library. For each request the prefill
+server writes a file with its pages and the first token, and the decode server copies them into its own cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=False)
-"""The server that prefills, wherever it is said to be."""
+"""The prefill server's info, for any address."""
 
 
 def install(folder: str) -> None:
-    """Call it in each process of both servers, before SGLang's plugins are applied; they are started for ``nixl``."""
+    """Call this in each process of both servers, before SGLang applies plugins. Start the servers with ``nixl``."""
     classes = {
         KVClassType.MANAGER: Manager,
         KVClassType.SENDER: type("Sender", (Sender,), {"folder": Path(folder)}),
@@ -35,7 +35,7 @@ def install(folder: str) -> None:
 
 
 class Bootstrap:
-    """Servers need not find each other."""
+    """A bootstrap that does nothing: servers need not find each other."""
 
     def __init__(self, host: str, port: int):
         pass
@@ -96,12 +96,12 @@ class Receiver(FakeKVReceiver):
 
 
 def pools(args: Any) -> list[np.ndarray]:
-    """uint8 ``[pages, bytes of a page]`` of each layer's keys and values."""
+    """Returns ``uint8[pages, page bytes]`` for each layer's keys and values."""
     return [rows(*pool) for pool in zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)]
 
 
 def aux(args: Any) -> list[np.ndarray]:
-    """uint8 ``[requests, bytes]``: the first token, and what else is said of it."""
+    """Returns ``uint8[requests, bytes]``: the first token and its metadata."""
     return [rows(*buffer) for buffer in zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)]
 
 

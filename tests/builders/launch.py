@@ -1,4 +1,4 @@
-"""SGLang's arguments and config of a model as a launch on CUDA reads them, made in this process, which needs no GPU."""
+"""Makes SGLang's arguments and model config as a launch on CUDA reads them, in this process and without a GPU."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MODEL = str(config_folder("Qwen/Qwen3-30B-A3B"))
 
 
 def arguments(**fields: Any) -> Any:
-    """As ``sglang.Engine`` makes them of ``fields``, before they are resolved."""
+    """Makes arguments from ``fields`` as ``sglang.Engine`` does, before they are resolved."""
     return ServerArgs(**{"model_path": MODEL, "device": "cuda", **fields})
 
 
 def launch(stated: Mapping[str, Any] | None = None, **fields: Any) -> tuple[Any, Any]:
-    """The view of these arguments, and the config of their model with what is ``stated`` in place of its own."""
+    """Returns the view of these arguments, and their model's config, in which ``stated`` replaces its own values."""
     given = arguments(json_model_override_args=json.dumps(stated or {}), **fields)
-    with mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config):  # which SGLang knows only where there is a GPU
+    with mock.patch.dict(QUANTIZATION_METHODS, mxfp4=Mxfp4Config):  # SGLang registers it only with a GPU
         return resolving_view(given), model_config_of(given)
 
 
 def resolved_args(**fields: Any) -> Any:
-    """These arguments once SGLang has resolved them."""
+    """Returns the arguments as SGLang resolves them."""
     given = arguments(skip_tokenizer_init=True, **fields)
-    with mock.patch.dict(os.environ):  # which it sets as it resolves
+    with mock.patch.dict(os.environ):  # resolving sets variables
         given.resolve_once()
     return given
 
 
 def resolved(**fields: Any) -> Any:
-    """The view of ``resolved_args``."""
+    """Returns the view of ``resolved_args``."""
     return resolving_view(resolved_args(**fields))

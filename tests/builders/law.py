@@ -1,13 +1,13 @@
-"""Routing with a given locality, for models whose traces are not public: an LRU stack model.
+"""Generates routing with a given locality, for models without public traces: an LRU stack model.
 
-Each layer keeps its experts in the order of their last use. A token draws each of its experts by its place in that order, so
-that a cache of the n most recently used ones hits as often as the law says (less by some points, because a token uses no
-expert twice). ``skew`` is the share of draws that come from a list of favourites instead, of Zipf-like popularity; each domain
-of the traffic has its own list in each layer, and requests take the domains by turns. The order outlives a request.
+Each layer keeps its experts in order of last use. A token draws each expert by its place in that order, so that a cache of the
+n most recently used experts hits as often as the law says (less by a few points, because a token uses no expert twice). A share
+``skew`` of draws comes from a list of favourites with Zipf-like popularity instead. Each domain of the traffic has its own list
+in each layer, and requests take turns among domains. The order persists across requests.
 
-``POINTS`` are figures of Qwen3.8-Flash-Next, 512 experts of which a token uses 10, from a mixed workload of 54,000 records
-(llama.cpp pull request 27861): a cache of the 64 most recently used experts of a layer would hit 67 %, one of 128 81 %, and a
-fixed list of the hottest 32 covers 10 %. For other numbers of experts the same shares of them are taken.
+``POINTS`` are figures of Qwen3.8-Flash-Next (512 experts, 10 per token) from a mixed workload of 54,000 records (llama.cpp pull
+request 27861): a cache of a layer's 64 most recently used experts would hit 67 %, one of 128 81 %, and a fixed list of the
+hottest 32 covers 10 %. Other models use the same shares of their experts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from sglang_uvm_offload.routing.trace import Trace
 
 POINTS = ((1 / 8, 0.67), (1 / 4, 0.81))
-"""(share of the experts, hit rate of a cache of that many)"""
+"""(share of experts, hit rate of a cache of that size)"""
 LAST_TOKEN = 0.35
-"""The share of a token's experts that the token before used, assumed."""
+"""The share of a token's experts that the previous token used (assumed)."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Law:
     domains: int = 1
 
     def places(self) -> np.ndarray:
-        """``float[experts]``: how likely each place in the order is drawn. Between points the share of draws grows with the
-        logarithm of the place."""
+        """Returns ``float[experts]``: the probability of each place in the order. Between points the cumulative share grows
+        with the logarithm of the place."""
         known = [(0.0, 0.0), (self.top_k, LAST_TOKEN), *((share * self.experts, hits) for share, hits in POINTS)]
         ends, hits = np.array([*known, (self.experts, 1.0)]).T
         within = np.interp(np.log1p(np.arange(self.experts + 1)), np.log1p(ends), hits)
         return np.diff(within)
 
     def favourites(self) -> np.ndarray:
-        """``float[experts]``: how likely each place in a list of favourites is drawn."""
+        """Returns ``float[experts]``: the probability of each place in a list of favourites."""
         popularity = 1 / np.arange(1, self.experts + 1)
         return popularity / popularity.sum()
 
     def trace(self, layers: int, requests: int, tokens: int, seed: int) -> Trace:
-        """``requests`` of ``tokens`` tokens each."""
+        """Generates ``requests`` requests of ``tokens`` tokens each."""
         rng = np.random.default_rng(seed)
         ids = np.stack([self._layer(rng, requests, tokens) for _ in range(layers)], axis=1)
         return Trace(ids, np.full(requests, tokens), self.experts)
 
     def _layer(self, rng: np.random.Generator, requests: int, tokens: int) -> np.ndarray:
-        """``int16[tokens of all requests, top_k]``"""
+        """Returns ``int16[tokens of all requests, top_k]``."""
         favourites = [rng.permutation(self.experts) for _ in range(self.domains)]
         places, popularity = np.cumsum(self.places()), np.cumsum(self.favourites())
         order = rng.permutation(self.experts)

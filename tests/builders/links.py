@@ -1,4 +1,4 @@
-"""Links as servers measure them, in 1e9 bytes a second."""
+"""Link rates as servers measure them, in 1e9 bytes per second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def rates(sequential: float = 51.0, scattered: float = 50.0, copied: float = 50.
 
 
 def measured(ranks: int = 1, alone: LinkRates | None = None, **together: float) -> MeasuredLink:
-    """``alone``: as together by default."""
+    """Makes a measured link. ``alone`` defaults to the rates together."""
     return MeasuredLink(ranks, alone or rates(**together), rates(**together))
 
 

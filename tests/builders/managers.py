@@ -1,4 +1,4 @@
-"""One rank's manager over a small emulated model, and the configuration and profiles that it is given."""
+"""One rank's manager over a small emulated model, with its configuration and profiles."""
 
 import msgspec
 import numpy as np
@@ -31,20 +31,20 @@ def config(**flags):
 
 
 def placed_layer(memory, shard, choose, **more):
-    """A layer whose tensors are placed as they are made. The arguments are those of ``ExpertLayer`` and its ``place``."""
+    """Makes a layer and places its tensors. The arguments are those of ``ExpertLayer`` and its ``place``."""
     layer = ExpertLayer(memory, shard)
     layer.place(choose, **more)
     return layer
 
 
 def slots_of(pool, home):
-    """The range of the slots behind a layer's tensor."""
+    """Returns the range of the slots behind a layer's tensor."""
     kind = pool._kind_of(home)
     return pool.memory.part(kind.whole, pool._slots(kind), "slots")
 
 
 def slots_on_cpu(experts):
-    """What computes a model's only layer from its slots: the counters, the slots on the device, and as a kernel finds them."""
+    """Returns what a one-layer model needs to compute from slots: counters, the device's slots, and a kernel's view of them."""
     served = SlotLayer([Rows(*each) for each in experts.slot_rows()], experts.num_experts, 0, experts.pool.first_slot(0))
     counters = CpuRoutingCounters(1, experts.num_experts)
     device = CpuSlots(counters, [served], [experts.pool.num_slots])
@@ -53,15 +53,15 @@ def slots_on_cpu(experts):
 
 
 class Rank:
-    """One rank's manager over a model of ``LAYERS`` layers with one tensor each; an expert is a block of the emulated memory
-    unless stated."""
+    """One rank's manager over a model of ``LAYERS`` layers with one tensor each. By default an expert is one block of emulated
+    memory."""
 
     def __init__(
         self, cfg, memory=None, broadcast_decision=lambda decide: decide(), ep_rank=0, ep_size=1, num_shared=0, profile=None,
         make_counters=CpuRoutingCounters, expert_bytes=PAGE_BYTES, experts=None, link=None, **more,
     ):  # fmt: skip
-        """``experts``: that of each place of every layer, over all ranks; None: each at the place of its own number. ``link``:
-        as measured."""
+        """``experts`` gives the expert at each place of every layer, over all ranks; None: each at the place of its id.
+        ``link`` is the measured link."""
         self.manager = OffloadManager(
             cfg, memory or EmulatedMemory(), make_counters, broadcast_decision, progress=lambda: False, **more
         )
@@ -86,8 +86,8 @@ class Rank:
         self.rearranging = Rearranging(self.manager)
 
     def step(self, ids, phase=Phase.DECODE, rows=ALL_ROWS, streams=False):
-        """One forward step; ``ids`` a list of top-k lists, the same for every layer, or one such list a layer. A step that
-        ``streams`` counts so, and copies nothing."""
+        """Runs a forward step. ``ids`` is a list of top-k lists for every layer, or one such list per layer. With ``streams``
+        the step counts as streamed, but copies nothing."""
         per_layer = ids if isinstance(ids, dict) else dict.fromkeys(range(LAYERS), ids)
         tokens = len(per_layer[0])
         self.manager.begin_step(self.model, rows, tokens, phase, streams=streams)
@@ -99,11 +99,11 @@ class Rank:
         return ExpertLocation(np.array(experts), self.places)
 
     def status(self):
-        """As JSON has it."""
+        """Returns the status as JSON has it."""
         return msgspec.to_builtins(rank_status(self.manager))
 
     def counted(self):
-        """All routing so far, by place."""
+        """Returns all routing so far, by place."""
         self.manager.ledger.catch_up()
         return self.manager.ledger.counted
 
@@ -112,7 +112,7 @@ class Rank:
 
 
 class Draft:
-    """A draft model of one layer, beside the model of ``rank``."""
+    """A one-layer draft model beside the model of ``rank``."""
 
     def __init__(self, rank):
         self.manager = rank.manager
@@ -123,7 +123,7 @@ class Draft:
         self.manager.finish_model(self.model)
 
     def fill(self, expert_bytes):
-        """Make its tensor anew."""
+        """Replaces its tensor with a new one."""
         self.module = torch.nn.Module()
         with AllocationMode(E, self.layer.allocate):
             self.module.w13 = torch.empty(E, expert_bytes, dtype=torch.uint8)
@@ -139,7 +139,7 @@ class Draft:
 
 
 def profile_of(hot, steps=100):
-    """A profile in which ``hot[layer]`` were used in every decode step."""
+    """Makes a profile in which every decode step used ``hot[layer]``."""
     model = RoutedModel("m", "M", tuple(range(1, LAYERS + 1)), E, 3)
     counts = np.zeros((LAYERS, 2, 2, E), dtype=np.int64)
     for layer, ids in enumerate(hot):

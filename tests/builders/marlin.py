@@ -1,4 +1,4 @@
-"""SGLang's own code around its Marlin kernels on a CPU: the kernels' part by a reference in torch that indexes as they do."""
+"""Runs SGLang's code around its Marlin kernels on a CPU. A reference in torch replaces the kernels and indexes as they do."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_marlin_moe
 from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 
 FUSED = fused_marlin_moe.fused_marlin_moe.__wrapped__
-"""SGLang's function itself: a CPU is no device of the operator that it is registered as."""
+"""SGLang's plain function, because its registered operator has no CPU implementation."""
 
 
 def on_cpu(patch: pytest.MonkeyPatch, gemm: Callable[..., torch.Tensor], fused: Callable[..., torch.Tensor] = FUSED) -> None:
-    """SGLang calls ``gemm`` for its kernel, and ``fused`` for its ``fused_marlin_moe``. What it asks of a GPU besides."""
+    """Makes SGLang call ``gemm`` for its kernel and ``fused`` for ``fused_marlin_moe``, and replaces its other GPU queries."""
     for name, function in (
         ("moe_wna16_marlin_gemm", gemm),
         ("fused_marlin_moe", fused),
@@ -42,14 +42,14 @@ def on_cpu(patch: pytest.MonkeyPatch, gemm: Callable[..., torch.Tensor], fused: 
 
 
 def repack(b_q_weight: torch.Tensor, perm: Any, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
-    """As large as what SGLang's kernel makes of a weight."""
+    """Returns a tensor as large as SGLang's repacked weight."""
     return b_q_weight.reshape(size_k // 16, size_n * (num_bits // 2)).clone()
 
 
 def align(
     ids: torch.Tensor, block_size: int, num_experts: int, return_inactive_prefix_count: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As SGLang's ``moe_align_block_size`` on a GPU: experts ascend from -1, the tails of the lists are no values."""
+    """Acts as SGLang's ``moe_align_block_size`` on a GPU: experts ascend from -1, and the tails of the lists are garbage."""
     assert int(ids.max()) < num_experts
     room = min(ids.numel(), num_experts + 1) * (block_size - 1) + ids.numel()
     order = torch.full(((room + 3) // 4 * 4,), 2**30, dtype=torch.int32)
@@ -70,13 +70,13 @@ def align(
 def align_single_token(
     ids: torch.Tensor, block_size: int, *, return_inactive_prefix_count: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its lists have no tails."""
+    """As ``align``, but the lists have no tails."""
     order, blocks, counts = align(ids, block_size, int(ids.max()) + 1, return_inactive_prefix_count)
     return order[: ids.numel() * block_size], blocks[: ids.numel()], counts
 
 
 def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """What a kernel reads at base + index * stride, whatever the tensor's size."""
+    """Returns what a kernel reads at base + index * stride, regardless of the tensor's size."""
     assert tensor.is_contiguous()
     nbytes = math.prod(tensor.shape[1:]) * tensor.element_size()
     there = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr() + index * nbytes)
@@ -84,12 +84,12 @@ def row(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """NaN in each floating type. ``tensor`` is contiguous."""
+    """Fills a contiguous ``tensor`` with bytes that are NaN in each floating-point type."""
     tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
 
 
 def assert_each_is_computed_with(weights: Mapping[str, torch.Tensor], output: Callable[[], torch.Tensor]) -> None:
-    """Of each tensor, the rows of expert 1, which tokens chose, and not those of expert 3, which none did."""
+    """Asserts that the output depends on expert 1's rows of each tensor, which tokens chose, and not on expert 3's."""
     expected = output()
     assert expected.isfinite().all()
     assert expected.abs().max() > 0
@@ -109,7 +109,7 @@ def unpacked(words: torch.Tensor, bits: int, *shape: int) -> torch.Tensor:
 
 
 def scale(values: torch.Tensor) -> torch.Tensor:
-    """Of 8 bits are numbers of SGLang's own kinds, with exponents that only its kernels' arithmetic bears."""
+    """Converts scales. 8-bit ones have SGLang's own formats, with exponents that only its kernels' arithmetic supports."""
     return values.float() if values.element_size() > 1 else values.view(torch.uint8) / 255
 
 
@@ -143,8 +143,8 @@ def gemm(
     zero_inactive_output: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """``moe_wna16_marlin_gemm``: rows by the list of blocks, and which blocks have none, as in SGLang's ``marlin_template.h``.
-    The values within an expert are not in Marlin's order, nor scaled as it does."""
+    """Acts as ``moe_wna16_marlin_gemm``: finds rows, and inactive blocks, by the list of blocks as SGLang's
+    ``marlin_template.h`` does. Values within an expert have neither Marlin's order nor its scaling."""
     used = int(padded[0]) // moe_block_size
     if has_inactive_prefix_count:
         assert len(padded) == 2

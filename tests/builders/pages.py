@@ -1,4 +1,4 @@
-"""What the documents promise: their links, commands and flags, and parsers that say what is wrong with them."""
+"""Finds links, commands and flags in the documents, and parsers that say what is wrong with them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 class _Strict(argparse.ArgumentParser):
-    """Raises ``ValueError`` where another parser ends the process."""
+    """Raises ``ValueError`` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def anchors(page: str) -> set[str]:
-    """What ``#...`` may name in a page, as GitHub makes it of headings: lower case, no punctuation, hyphens for spaces."""
+    """Returns a page's anchors, as GitHub derives them from headings: lower case, no punctuation, hyphens for spaces."""
     headings = re.findall(r"^#+ +(.+)$", page, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: str) -> list[str]:
-    """The targets of links and images that are no addresses on the web."""
+    """Returns the targets of links and images, except web addresses."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", page) if not re.match(r"\w+:", link)]
 
 
 def broken(link: str, page: Path) -> str | None:
-    """Why a link of a page leads nowhere, None if it leads somewhere."""
+    """Returns why a page's link is broken, or None."""
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     if not target.exists():
@@ -53,9 +53,9 @@ def broken(link: str, page: Path) -> str | None:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command of a page: of each line of its code blocks, indented or fenced, without comments and with the
-    lines behind a backslash, and of ``python -m MODULE ARGUMENTS`` in a sentence. Output is no command: it is fenced as
-    ``text``, or between the markers of what a script makes."""
+    """Yields the words of each command on a page: lines of code blocks, indented or fenced, without comments and with backslash
+    continuations, and ``python -m MODULE ARGUMENTS`` in a sentence. Skips output, which is fenced as ``text`` or stands between
+    the markers of generated text."""
     page = re.sub(r"^<!-- ([\w:]+) -->\n.*?^<!-- /\1 -->$", "", page, flags=re.M | re.S)
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```", page, re.M | re.S)
     fenced = [body for language, body in fences if language != "text"]
@@ -68,7 +68,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def kind(words: Sequence[str]) -> str:
-    """What a command runs: the program, and what it is told to do where it has several things to do. Of a loop, its body."""
+    """Returns what a command runs: the program, and its subcommand if it has several. For a loop, what its body runs."""
     if words[0] == "for":
         return kind(words[words.index("do") + 1 :])
     several = {
@@ -83,13 +83,13 @@ def kind(words: Sequence[str]) -> str:
 
 
 def of_kind(name: str) -> list[list[str]]:
-    """The commands of that kind on all pages, each once."""
+    """Returns the commands of that kind on all pages, without duplicates."""
     found = {tuple(words) for page in PAGES for words in commands(page.read_text()) if kind(words) == name}
     return [list(words) for words in sorted(found)]
 
 
 def launched(words: Sequence[str]) -> list[str] | None:
-    """The arguments of a command that launches SGLang, None if it does not."""
+    """Returns the arguments of a command that launches SGLang, else None."""
     if words[0] == "sglang" and words[1:2] == ["serve"]:
         return list(words[2:])
     python = re.fullmatch(r"(.*/)?python[\d.]*", words[0])
@@ -97,8 +97,8 @@ def launched(words: Sequence[str]) -> list[str] | None:
 
 
 def config_of_launch(arguments: Sequence[str]) -> tuple[argparse.Namespace, RequestedConfig | None]:
-    """SGLang's arguments and this plugin's config. An ellipsis stands for what the reader has already: a model, and offloading.
-    Raises ``ValueError`` or ``FlagError``."""
+    """Returns SGLang's arguments and this plugin's config. An ellipsis stands for a model and offloading flags that the reader
+    has already. Raises ``ValueError`` or ``FlagError``."""
     given = [argument for argument in arguments if argument != "..."]
     if len(given) < len(arguments):
         given += ["--model-path", "MODEL", *([] if flag_name("num_resident") in given else [flag_name("num_resident"), "8"])]
@@ -111,14 +111,14 @@ def _launch_parser() -> argparse.ArgumentParser:
     parser = _Strict(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     for name, argument in ARGUMENTS.items():
-        if spelled(name) not in parser._option_string_actions:  # in a process whose plugins are loaded they are SGLang's
+        if spelled(name) not in parser._option_string_actions:  # SGLang has them once plugins are loaded
             kind = argument.kind
             parser.add_argument(spelled(name), type=kind.parser, choices=kind.choices, default=argument.default)
     return parser
 
 
 def parse_subcommand(words: Sequence[str]) -> argparse.Namespace:
-    """``plan MODEL ...`` by the parser of that subcommand, and what a doctor is given behind ``--`` as a launch."""
+    """Parses ``plan MODEL ...`` with that subcommand's parser, and ``doctor``'s arguments after ``--`` as a launch."""
     name, *arguments = words
     parser = _Strict(allow_abbrev=False)
     importlib.import_module(f"sglang_uvm_offload.cli.{name}").add_arguments(parser)
@@ -129,7 +129,7 @@ def parse_subcommand(words: Sequence[str]) -> argparse.Namespace:
 
 
 def flag_problems(name: str, value: str | None) -> list[str]:
-    """What is wrong with a flag that a sentence names, and with the value behind it, if it is one."""
+    """Lists what is wrong with a flag in a sentence, and with the word after it if that is a value."""
     names = {spelled(each): each for each in (*FLAGS, CONFIG)}
     if name not in names:
         return [f"{name}: no such flag"]
@@ -145,5 +145,5 @@ def flag_problems(name: str, value: str | None) -> list[str]:
 
 
 def parse_action(body: str) -> None:
-    """Raises ``msgspec.ValidationError`` if a request to ``/expert_offload`` cannot have this body."""
+    """Raises ``msgspec.ValidationError`` if ``/expert_offload`` does not accept this body."""
     msgspec.json.decode(body, type=_Command)

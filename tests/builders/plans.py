@@ -1,4 +1,4 @@
-"""Plans of known models: DeepSeek-V3 on eight H20 with host RAM beyond any model's, where a test says nothing else."""
+"""Plans of known models, by default DeepSeek-V3 on eight H20 with more host RAM than any model needs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def machine(name: str = "8xH20", host_gib: int = 4096, **changes: Any) -> Machin
 def case(
     name: str = "deepseek-v3", on: str | Machine = "8xH20", parallel: Parallel | None = None, given: Any = None, **work: Any
 ) -> Case:
-    """``on``: a machine, or one with plenty of host RAM by its name. ``given``: further fields of the case, or of its reserve.
-    ``work``: of its workload, by default two requests of 8192 tokens."""
+    """Makes a case. ``on`` is a machine, or the name of one, which then has plenty of host RAM. ``given`` has more fields of
+    the case or of its reserve. ``work`` has fields of its workload, by default two requests of 8192 tokens."""
     where, given = machine(on) if isinstance(on, str) else on, given or {}
     fields = {field.name for field in dataclasses.fields(Reserve)}
     reserve = Reserve(**{key: value for key, value in given.items() if key in fields})
@@ -45,12 +45,12 @@ def case(
 
 
 def planned(*args: Any, hit_rate: float | None = None, **changes: Any) -> Plan:
-    """As ``case``."""
+    """Plans a case. The arguments are those of ``case``."""
     return plan(case(*args, **changes), hit_rate)
 
 
 def run(*words: object) -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.run(parser.parse_args([str(word) for word in words]))

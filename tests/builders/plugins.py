@@ -1,4 +1,4 @@
-"""SGLang plugins that break something in the processes of a server."""
+"""SGLang plugins that break something in a server's processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from scripts.harness.server import environment
 
 
 def saboteur(folder: Path, code: str) -> dict[str, str]:
-    """The environment with one more SGLang plugin, which runs ``code`` in each process before ours registers: SGLang takes
-    plugins in the order of ``sys.path``, and so this is to be run in ``folder``, before whatever lies beside these tests."""
+    """Returns an environment with another SGLang plugin, which runs ``code`` in each process before ours registers. SGLang
+    takes plugins in ``sys.path`` order, so run it in ``folder``, which precedes whatever lies beside these tests."""
     (folder / "saboteur.py").write_text(f"def register():\n    import multiprocessing, sys\n{textwrap.indent(code, '    ')}\n")
     info = folder / "saboteur-0.dist-info"
     info.mkdir()

@@ -10,7 +10,7 @@ from sglang_uvm_offload.policy.forecast import TUNING, Tuning
 
 
 def whole(shape: tuple[int, int], expert_bytes: np.ndarray) -> Extents:
-    """One extent per expert, of the bytes of its layer."""
+    """Returns one extent per expert, with its layer's bytes per expert."""
     experts = np.arange(shape[0] * shape[1])
     nbytes = np.repeat(np.asarray(expert_bytes, dtype=np.int64), shape[1])
     return Extents(shape, experts // shape[1], nbytes, experts, experts, nbytes)
@@ -25,7 +25,7 @@ class WholeExperts(AdaptivePolicy):
         floor: int = 1,
         tuning: Tuning = TUNING,
     ):
-        """``capacity``: residents of each layer, of which it keeps at least ``floor``."""
+        """``capacity`` is the number of residents per layer; each layer keeps at least ``floor``."""
         capacity = np.minimum(capacity, candidate.sum(axis=1))
         floors = np.minimum(floor, capacity) * expert_bytes
         extents = whole(candidate.shape, expert_bytes)

@@ -23,7 +23,7 @@ def saved(path, profile):
 
 
 def rewritten(path, **changes):
-    """The file at ``path`` with arrays replaced; ``about`` is updated, not replaced."""
+    """Rewrites the file at ``path`` with arrays replaced. ``about`` is updated, not replaced."""
     with np.load(path) as file:
         arrays = dict(file)
     about = json.loads(arrays["about"].tobytes())

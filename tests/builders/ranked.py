@@ -1,4 +1,4 @@
-"""A rank as SGLang's configurators see it, of resolved arguments and without weights, groups or a device."""
+"""A rank as SGLang's configurators see it, from resolved arguments and without weights, groups or a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_uvm_offload.plugin.compat import resolving_view
 
 @contextlib.contextmanager
 def as_a_rank(server_args: Any) -> Iterator[None]:
-    """In this block, SGLang's settings are those that a rank has with ``server_args``, except for groups and devices."""
+    """Within the block, SGLang has the settings of a rank with ``server_args``, except groups and devices."""
     context = runtime_context.RuntimeContext(parallel=runtime_context.ParallelContext())
     with mock.patch.dict(os.environ, server_args._environment):
         context.set_server_args(server_args)
@@ -34,7 +34,7 @@ def as_a_rank(server_args: Any) -> Iterator[None]:
 
 
 def runner_of(server_args: Any) -> Any:
-    """SGLang's runner of the target before it loads. Call this in ``as_a_rank``."""
+    """Returns SGLang's runner of the target before it loads. Call this in ``as_a_rank``."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     runner = object.__new__(ModelRunner)
     runner.device, runner.gpu_id = cfg.device, 0
@@ -51,7 +51,7 @@ def runner_of(server_args: Any) -> Any:
 
 
 def stage_of(server_args: Any, stage: int = 0) -> Any:
-    """What the configurators read of the model that a pipeline stage builds."""
+    """Returns what the configurators read from the model of a pipeline stage."""
     cfg, model = resolving_view(server_args), model_config_of(server_args)
     part = SimpleNamespace(quant_config=_quantization(cfg, model))
     if cfg.pp_size > 1:
@@ -61,11 +61,11 @@ def stage_of(server_args: Any, stage: int = 0) -> Any:
 
 
 def _quantization(cfg: Any, model: Any) -> Any:
-    """The checkpoint's, which may set the KV cache's dtype. A copy, because SGLang writes into the config."""
+    """Returns the checkpoint's quantisation, which may set the KV cache's dtype. Copies the config: SGLang writes to it."""
     if cfg.kv_cache_dtype != "auto" or model.quantization is None:
         return None
     model = copy.copy(model)
     model.hf_config = copy.deepcopy(model.hf_config)
-    with contextlib.suppress(Exception):  # of any type, from SGLang; the cache then has the model's dtype
+    with contextlib.suppress(Exception):  # SGLang may raise anything; the cache then has the model's dtype
         return get_quant_config(model, LoadConfig(download_dir=cfg.download_dir), {})
     return None

@@ -1,4 +1,4 @@
-"""What SGLang calls to convert experts on a GPU, on a CPU: kernels that rearrange bytes do it in some other way."""
+"""CPU replacements for what SGLang calls to convert experts on a GPU. They rearrange bytes differently from the kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from triton_kernels.numerics_details import mxfp
 
 
 def on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Inside of ``formats.runtime``."""
+    """Installs the replacements inside ``formats.runtime``."""
     marlin.on_cpu(patch, _no_gemm)
     of_gpu(patch)
     of_flashinfer(patch)
@@ -50,7 +50,7 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def of_gpu(patch: pytest.MonkeyPatch) -> None:
-    """What SGLang has found out about the machine as it was imported."""
+    """Replaces what SGLang found out about the machine at import."""
     capability = (9, 0) if get_platform().is_sm90 else (12, 0) if get_platform().is_sm120 else (10, 0)
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     patch.setattr(marlin_utils, "get_device_capability", lambda *_: capability)
@@ -72,7 +72,7 @@ def of_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def of_flashinfer(patch: pytest.MonkeyPatch) -> None:
-    """SGLang imports it where it finds a GPU. Its orders of rows are torch's work, and used as they are."""
+    """Replaces FlashInfer, which SGLang imports only with a GPU. Keeps its row orders, which torch computes."""
     imported = (mxfp4, mxfp4_flashinfer_trtllm_moe, compressed_tensors_w4a4_mxint4_moe)
     for module in (flashinfer, core, fp4_quantization, *imported):
         for name in ("block_scale_interleave", "nvfp4_block_scale_interleave"):
@@ -88,7 +88,7 @@ def of_flashinfer(patch: pytest.MonkeyPatch) -> None:
 
 
 def of_deep_gemm(patch: pytest.MonkeyPatch) -> None:
-    """SGLang has its kernel for scales in torch too."""
+    """Replaces DeepGEMM's kernel for scales with SGLang's torch version."""
     packed = fp8_utils._get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl
     patch.setattr(layout, "get_mn_major_tma_aligned_packed_ue8m0_tensor", packed)
     patch.setattr("deep_gemm.transform_sf_into_required_layout", lambda scale, **_: packed(scale))
@@ -109,7 +109,7 @@ def by_humming(inputs: torch.Tensor, weight_bits: int, activation_bits: int, **_
 
 
 def to_nvfp4(weight: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the weight, as many as 4 bits for each of its values, and scales."""
+    """Returns bytes of the weight, 4 bits per value, and scales."""
     rows, columns = weight.shape
     found = weight.view(torch.uint8)
     return found[:, : columns // 2].contiguous(), found[:, -columns // 16 :].reshape(rows, columns // 16)

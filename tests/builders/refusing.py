@@ -1,4 +1,4 @@
-"""Memory that refuses moves, and an executor that does nothing before it is told to."""
+"""Memory that refuses moves, and an executor that runs work only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_uvm_offload.memory.protocol import Location, ManagedMemoryError
 
 
 class RefusingMemory(EmulatedMemory):
-    """Refuses every move to ``refused``, after ``left`` more of them. ``ends_process``: as after an error of a kernel."""
+    """Refuses moves to ``refused`` after the next ``left`` ones. ``ends_process``: fails as after a kernel error."""
 
     refused: Location | None = None
     left = 0
@@ -35,14 +35,14 @@ class Later(Executor):
         def run() -> None:
             try:
                 future.set_result(work(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 -- as a thread's future, it raises it where it is asked
+            except BaseException as error:  # noqa: BLE001 -- like a thread's future, it raises when asked for the result
                 future.set_exception(error)
 
         self.tasks.append(run)
         return future
 
     def run(self) -> None:
-        """What was submitted so far."""
+        """Runs everything submitted so far."""
         tasks, self.tasks = self.tasks, []
         for task in tasks:
             task()

@@ -1,5 +1,5 @@
-"""The tensors of a released checkpoint, by the names and shapes that its publisher's files have: of transformers' own class for
-the configuration, on the ``meta`` device, with the conversions undone that transformers does as it loads such a checkpoint."""
+"""Lists the tensors of a released checkpoint with the names and shapes of its publisher's files. They come from transformers'
+class for the configuration, on the ``meta`` device, with transformers' load-time conversions undone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _EXPERT = re.compile(r"(.*\.experts\.\d+\.)(\w+)\.weight$")
 
 
 class Untold(Exception):
-    """Neither our rules nor transformers tell a checkpoint's tensors."""
+    """Neither our rules nor transformers determine the checkpoint's tensors."""
 
 
 def written(model: str, folder: Path) -> Path | None:
-    """The checkpoint of ``owner/name`` in ``folder``; None where nothing tells its tensors."""
+    """Writes the checkpoint of ``owner/name`` to ``folder``. Returns None if its tensors cannot be determined."""
     out = folder / model.replace("/", "--")
     with contextlib.suppress(CheckpointError):
         return checkpoint(model, out)
@@ -36,24 +36,24 @@ def written(model: str, folder: Path) -> Path | None:
 
 @functools.cache
 def released_tensors(model: str) -> tuple[TensorInfo, ...]:
-    """All tensors of ``owner/name``, in the types that its configuration states. Not for quantised ones."""
+    """Returns all tensors of ``owner/name`` with the dtypes that its configuration states. Not for quantised models."""
     return tuple(_by_transformers(config_folder(model)))
 
 
 def released_checkpoint(model: str, out: Path) -> Path:
-    """``out``, with the published configuration of ``model`` and its checkpoint in true shape."""
+    """Writes the published configuration of ``model`` and its true-shape checkpoint to ``out``, and returns that."""
     shutil.copytree(config_folder(model), out)
     write(out, released_tensors(model))
     return out
 
 
 def tensors_of_folder(folder: Path) -> list[TensorInfo]:
-    """Of the model that ``folder`` configures, by our rules or by transformers' class."""
+    """Returns the tensors of the model that ``folder`` configures, by our rules or by transformers' class."""
     with contextlib.suppress(CheckpointError):
         return list(tensors_of(read_config(folder)))
     try:
         return list(_by_transformers(folder))
-    except Exception as error:  # of any type, for a configuration that its class does not suit
+    except Exception as error:  # the class may raise anything on an unsuitable configuration
         raise Untold(str(error)) from error
 
 
@@ -78,8 +78,8 @@ def _by_transformers(folder: Path) -> Iterator[TensorInfo]:
 
 
 def _draft_layer(config: dict[str, Any], tensors: list[TensorInfo]) -> Iterator[TensorInfo]:
-    """The draft layer that the files have and transformers' class leaves out: a decoder layer like the last (MiMo-V2's is dense
-    as the first), and what joins it to the model, by the names that SGLang 0.5.23 loads (``qwen3_next.load_weights``,
+    """Yields the draft layer that files have and transformers' class omits: a decoder layer like the last (MiMo-V2's is dense
+    like the first) and what joins it to the model, with the names that SGLang 0.5.23 loads (``qwen3_next.load_weights``,
     ``deepseek_nextn``, ``mimo_v2_nextn``)."""
     layers, hidden, dtype = config["num_hidden_layers"], config["hidden_size"], tensors[0].dtype
     last = 0 if config.get("model_type") == "mimo_v2_flash" else layers - 1

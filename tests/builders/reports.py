@@ -1,4 +1,4 @@
-"""What a server or a replay reports, and the words that a report of it shows."""
+"""What a server or a replay reports, and the text that a report of it shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAULT = "prefetch of w13 of MoE layer 3 <b>failed</b>"
 
 
 def info(*statuses: dict[str, Any], **state: Any) -> ServerInfo:
-    """What a server that shows these ranks says, decoded as the command decodes it."""
+    """Returns the info of a server with these ranks, decoded as the command decodes it."""
     state = {"expert_offload_num_resident": "3", "expert_offload_resident_selection": "frequency", **state}
     states = [{"expert_offload": status, **state} for status in statuses]
     return msgspec.json.decode(json.dumps({"internal_states": states, "model_path": "m/a<b>"}), type=ServerInfo)
@@ -60,7 +60,7 @@ def slots(experts: int, **fields: int) -> dict[str, Any]:
 
 
 def words(html: str) -> str:
-    """The text that a browser shows."""
+    """Returns the text that a browser shows."""
     shown: list[str] = []
     parser = HTMLParser()
     parser.handle_data = shown.append
@@ -69,7 +69,7 @@ def words(html: str) -> str:
 
 
 def stepped(rank: Rank, steps: int = 4) -> dict[str, Any]:
-    """The status of a rank that prefilled once and decoded, on experts 0, 1 (resident) and 7."""
+    """Returns the status of a rank that prefilled once and decoded, on experts 0, 1 (resident) and 7."""
     rank.step([[0, 7]] * 5, phase=Phase.PREFILL)
     for _ in range(steps):
         rank.step([[0, 7], [1, 7]])

@@ -1,4 +1,4 @@
-"""How much VRAM is left for experts on the GPU that the stand-in driver plays."""
+"""How much VRAM is left for experts on the stand-in driver's GPU."""
 
 import math
 from pathlib import Path
@@ -15,9 +15,9 @@ LAYER_TOKEN_BYTES = 2 * 2 * 64 * 2
 
 
 def fraction(folder: Path, residents: int, tokens: int, beside: int = 0, layers: int = LAYERS, measured: bool = False) -> float:
-    """The ``--mem-fraction-static`` of which weights, ``residents`` experts a layer, a cache of ``tokens`` and ``beside`` bytes
-    take all: as a plan assumes, or as a rank has ``measured`` where CUDA's context takes nothing, and torch rounds up what
-    weights take.
+    """Returns the ``--mem-fraction-static`` that weights, ``residents`` experts per layer, a cache of ``tokens`` and ``beside``
+    bytes fill exactly: as a plan assumes, or as a rank has ``measured``, where CUDA's context takes nothing and torch rounds up
+    weights.
 
     Experts of 512 KiB and 256 KiB, in two tensors a layer: a block of 2 MiB holds 4 of one and 8 of the other."""
     shape = shape_of(folder)

@@ -1,6 +1,6 @@
-"""Shapes of models as SGLang's classes have them, recorded, so that tests of the planner take no seconds and no SGLang.
+"""Recorded model shapes from SGLang's classes, so that tests of the planner are fast and need no SGLang.
 
-``RECORD_SHAPES=1 python -m pytest ...`` adds those that the tests ask SGLang for."""
+``RECORD_SHAPES=1 python -m pytest ...`` records the shapes that the tests request from SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "shapes.json"
 SGLANG = "0.5.23"
-"""Of which they are."""
+"""The version that the shapes were recorded with."""
 _kept, _keep, _version = engine_shape._kept, engine_shape._keep, engine_shape._version
 
 
@@ -30,14 +30,14 @@ _shapes = _read()
 
 
 def use_recorded() -> None:
-    """From now on, in this process."""
+    """Uses recorded shapes in this process from now on."""
     engine_shape._kept, engine_shape._keep = _recorded, _record
     engine_shape._version = lambda: _version() or SGLANG
 
 
 @contextmanager
 def asking_sglang() -> Iterator[None]:
-    """As outside of tests."""
+    """Asks SGLang for shapes, as outside tests."""
     with mock.patch.multiple(engine_shape, _kept=_kept, _keep=_keep, _version=_version):
         yield
 
@@ -60,7 +60,7 @@ def _record(key: str, line: bytes) -> None:
 
 
 def _compact(shape: dict[str, Any]) -> dict[str, Any]:
-    """Each sort of layer once."""
+    """Keeps each kind of layer once."""
     kinds: list[dict[str, Any]] = []
     out = dict(shape)
     for part in ("layers", "draft_layers"):
@@ -81,7 +81,7 @@ def _expanded(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_at_once(asked: Iterable[tuple[Path, Mapping[str, str]]]) -> None:
-    """Have SGLang build these models, each with its arguments, in one process: it takes seconds to start, and tests that read
-    a shape of them find it kept."""
-    with contextlib.suppress(CheckpointError):  # told to whoever reads that shape
+    """Has SGLang build these models, each with its arguments, in one process, which takes seconds to start. Tests that read one
+    of these shapes then find it cached."""
+    with contextlib.suppress(CheckpointError):  # raised again for whoever reads that shape
         engine_shape._printed([{**engine_shape._files(path), "arguments.json": json.dumps(given)} for path, given in asked])

@@ -1,4 +1,4 @@
-"""A process that may have no further thread."""
+"""A process that cannot start another thread."""
 
 import threading
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_further_thread():
-    """As with ``pids.max`` reached, for Python's threads: the kernel gives no stack of half the address space."""
+    """Makes Python threads fail to start, as at ``pids.max``: no stack of half the address space can be mapped."""
     before = threading.stack_size(1 << 47)
     try:
         yield

@@ -9,11 +9,11 @@ from sglang_uvm_offload.routing.trace import Trace
 
 
 def trace(*requests, experts=4) -> Trace:
-    """Requests of one layer, one expert a token."""
+    """Makes a trace of ``requests`` with one layer and one expert per token."""
     ids = np.concatenate([np.array(request) for request in requests]).reshape(-1, 1, 1)
     return Trace(ids.astype(np.int64), np.array([len(request) for request in requests]), experts)
 
 
 def guessing(made: Trace) -> Trace:
-    """The trace with a guess for each of its experts, of one layer ahead, that is right."""
+    """Returns the trace with a correct guess for each expert, one layer ahead."""
     return Trace(made.ids, made.seq_len, made.num_experts, Guesses(made.ids[:, :, None], np.zeros((made.num_layers, 1), bool)))

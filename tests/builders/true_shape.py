@@ -1,5 +1,5 @@
-"""Checkpoints of true shape: the headers of real safetensors files over sparse bodies, so that hundreds of gigabytes take some
-kilobytes of disk. Their tensors' bytes are zeros."""
+"""True-shape checkpoints: real safetensors headers over sparse files, so that hundreds of gigabytes take kilobytes of disk. All
+tensor bytes are zero."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHARD_BYTES = 5 << 30
 
 
 def config_folder(model: str) -> Path:
-    """The folder with the published configuration of ``owner/name``."""
+    """Returns the folder with the published configuration of ``owner/name``."""
     return CONFIGS / model.replace("/", "--")
 
 
 def checkpoint(model: str, out: Path, tensors: Iterable[TensorInfo] | None = None) -> Path:
-    """``out``, with the published configuration of ``model`` and a checkpoint of ``tensors``: without them, those that follow
-    from the configuration."""
+    """Writes the published configuration of ``model`` and a checkpoint of ``tensors`` to ``out``, and returns that. By default
+    the tensors follow from the configuration."""
     shutil.copytree(config_folder(model), out)
     written = list(tensors_of(read_config(out)) if tensors is None else tensors)
     write(out, written)
@@ -32,7 +32,7 @@ def checkpoint(model: str, out: Path, tensors: Iterable[TensorInfo] | None = Non
 
 
 def write(folder: Path, tensors: Iterable[TensorInfo]) -> None:
-    """Shards of some gigabytes, and their index."""
+    """Writes shards of some gigabytes, and their index."""
     taken, numbered = 0, []
     for tensor in tensors:
         numbered.append((taken // SHARD_BYTES, tensor))

@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and an environment where ``pip`` has installed it beside SGLang, outside the checkout."""
+"""Builds this checkout's wheel, and an environment outside the checkout where ``pip`` installs it beside SGLang."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def tracked() -> list[str]:
-    """The files of the checkout, relative to it."""
+    """Returns the checkout's tracked files, relative to it."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [name for name in listed if (ROOT / name).is_file()]
 
 
 def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
-    """Build the wheel in ``folder`` from a copy of the files ``names``, by default of what is tracked: what else lies in the
-    checkout must not be needed."""
+    """Builds the wheel in ``folder`` from a copy of the files ``names``, by default the tracked ones, so that it cannot depend on
+    others."""
     source = folder / "source"
     for name in tracked() if names is None else names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -34,10 +34,10 @@ def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
 
 
 class Installed:
-    """A virtual environment in ``folder`` that holds the wheel, and sees the packages of this one as its own.
+    """A virtual environment in ``folder`` that has the wheel and also sees this environment's packages.
 
-    They are on its path behind the wheel, and this environment's ``.pth`` files, of which one leads to the checkout, are not
-    read. Programs run in ``outside``, a folder beside it."""
+    Those are on its path after the wheel. It does not read this environment's ``.pth`` files, one of which leads to the
+    checkout. Programs run in ``outside``, a folder beside it."""
 
     def __init__(self, wheel: Path, folder: Path):
         self.folder, self.outside = folder / "venv", folder / "outside"
@@ -54,7 +54,7 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Without what leads to the checkout."""
+        """Returns the environment without variables that lead to the checkout."""
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {**os.environ, "PYTHONPATH": "", "PATH": path}
 
@@ -62,7 +62,7 @@ class Installed:
         pip("--python", str(self.python), *arguments)
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment, by its name in ``bin``."""
+        """Runs a program of this environment by its name in ``bin``."""
         program, *arguments = map(str, command)
         words = [str(self.folder / "bin" / program), *arguments]
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Servers over the stand-in whose ranks decide what is resident, and what each of their ranks decided."""
+"""Servers over the stand-in whose ranks decide how many experts are resident, and what each rank decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 
 N = "--expert-offload-num-resident"
 FIRST = 9
-"""Every token picks the experts from this one on."""
+"""Every token picks experts from this one on."""
 TOKENS = 8
 ONE: dict[str, Any] = {
     **{"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 1, "max_running_requests": 1},
@@ -30,7 +30,7 @@ ONE: dict[str, Any] = {
     "expert_offload_resident_selection": "first_n",
     "expert_offload_slots": 0,
 }
-"""Serves one request at once, and residents stay where they are at first."""
+"""Serves one request at a time; residents never move."""
 WITNESS = (
     IN_SCHEDULER
     + """
@@ -52,7 +52,7 @@ WITNESS = (
     told("correct")
 """
 )
-"""Each rank writes what it decided, and what it corrected that to."""
+"""Makes each rank write what it decided, and what it corrected that to."""
 
 
 class Served(NamedTuple):
@@ -75,12 +75,12 @@ class Served(NamedTuple):
         return [answer["output_ids"] for answer in self.result["answers"]]
 
     def first_number(self) -> int:
-        """What ``auto`` began with."""
+        """The number that ``auto`` began with."""
         (found,) = re.findall(rf"{N} auto: (\d+) of \d+ experts a layer fit in VRAM: ", self.log)
         return int(found)
 
     def corrected(self) -> list[tuple[int, int]]:
-        """Each correction: the residents after it, and before."""
+        """Returns (residents after, residents before) of each correction."""
         told = r"(\d+) residents(?: and \d+ slots)? a layer"
         found = re.findall(rf"Expert offload: {told} instead of {told}, measured with", self.log)
         return [(int(after), int(before)) for after, before in found]
@@ -95,16 +95,16 @@ class Ranks(NamedTuple):
     """The CUDA calls of each rank."""
 
     def numbers(self, when: str) -> dict[tuple[int, int], int]:
-        """By node and rank, the number that it had decided (``decide``), or begun to serve with (``correct``)."""
+        """Returns by (node, rank) the number that it decided (``decide``), or began to serve with (``correct``)."""
         return {(each["node"], each["rank"]): each["number"] for each in self.decided if each["when"] == when}
 
     def in_vram(self) -> list[int]:
-        """The bytes of experts of each rank that prefer VRAM."""
+        """Returns each rank's bytes of experts that prefer VRAM."""
         return [sum(BLOCK_BYTES for place in _preferred(calls) if place == "device") for calls in self.calls]
 
 
 def serve(standin: Standin, checkpoint: Path, folder: Path, number: object, **more: Any) -> Served:
-    """A server of one rank."""
+    """Runs a server with one rank."""
     job = _job(checkpoint, number, more)
     result, calls = serve_and_log(job, FIRST, standin.library, folder)
     assert [call for call in calls if call["result"] != 0] == []
@@ -114,12 +114,12 @@ def serve(standin: Standin, checkpoint: Path, folder: Path, number: object, **mo
 def serve_ranks(
     standin: Standin, checkpoint: Path, folder: Path, env: Mapping[str, str], plugin: str = "", **more: Any
 ) -> Ranks:
-    """A server of two ranks with ``auto``. Each of several nodes has a launcher of its own, and one rank. ``env``: more
-    environment variables. ``plugin``: code of one more SGLang plugin."""
+    """Runs a server of two ranks with ``auto``. With several nodes, each has its own launcher and one rank. ``env`` adds
+    environment variables; ``plugin`` is the code of another SGLang plugin."""
     witness = WITNESS.replace("DECIDED", repr(str(folder / "decided")))
     environment = environment_of_ranks(standin, folder, plugin + witness)
     environment |= {"STANDIN_FIRST_EXPERT": str(FIRST), "STANDIN_LATE": "2", **env}
-    own = {"tp_size": 2, "disable_custom_all_reduce": True, "port": free_port()}  # with DP attention, they listen near it
+    own = {"tp_size": 2, "disable_custom_all_reduce": True, "port": free_port()}  # with DP attention, ranks use ports near it
     job = _job(checkpoint, "auto", own | more)
     result = run_engine(job, folder, environment, seconds=patience(900)) | {"log": (folder / "log.txt").read_text()}
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
@@ -130,10 +130,10 @@ def serve_ranks(
 
 
 def environment_of_ranks(standin: Standin, folder: Path, plugin: str = "") -> dict[str, str]:
-    """Of a server with two GPUs, and with one more SGLang plugin."""
+    """Returns the environment of a server with two GPUs and another SGLang plugin."""
     folder.mkdir(parents=True)
     environment = sglang_environment(standin.library.parent, folder / "calls.jsonl", standin.library.parent / "caches")
-    shutil.rmtree(kept_links(environment), ignore_errors=True)  # what another server measured
+    shutil.rmtree(kept_links(environment), ignore_errors=True)  # from another server
     environment |= {"STANDIN_GPUS": "2", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if plugin:
         saboteur(folder, plugin)
@@ -148,7 +148,7 @@ def _job(checkpoint: Path, number: object, more: dict[str, Any]) -> dict[str, An
 
 
 def _preferred(calls: list[dict[str, Any]]) -> Iterator[str]:
-    """Where each block that was advised prefers to be."""
+    """Yields the preferred location of each advised block."""
     places: dict[int, str] = {}
     for call in calls:
         if call["call"] == "cudaMemAdvise" and call["advice"] == "SetPreferredLocation":

@@ -1,7 +1,7 @@
 """Builds the stand-in CUDA: ``python build.py OUT`` (see README.md).
 
-OUT then holds libcuda.so.1 (driver, runtime and libraries in one; also linked as libcuda.so and libnvidia-ml.so.1), and
-libkernels.so (our kernels for the host).
+OUT then has libcuda.so.1 (driver, runtime and libraries in one; also linked as libcuda.so and libnvidia-ml.so.1) and
+libkernels.so (our kernels compiled for the host).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ KERNELS = HERE.parents[1] / "kernels"
 SITE = Path(sysconfig.get_paths()["purelib"])
 SOURCES = ["record.c", "memory.c", "stream.c", "link.c", "runtime.c", "driver.c", "libraries.c", "symbols.c"]
 USERS = ["torch/lib", "torchaudio", "torchvision", "sgl_kernel", "tvm_ffi", "xgrammar"]
-"""Folders whose libraries leave CUDA symbols undefined."""
+"""Folders with libraries that leave CUDA symbols undefined."""
 WHOLE = ["libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"]
-"""Libraries of which every function is replaced: mixing ours with the real ones crashes."""
+"""Libraries in which every function is replaced: mixing ours with the real ones crashes."""
 CUDA_NAME = re.compile(r"^(cu[a-z]*[A-Z]|__cuda|nccl[A-Z]|nvml[A-Z])\w*$")
 
 
 COMPILED = "COMPILED_OVER_STANDIN"
-"""Names the folder of what SGLang compiles at run time, for all who serve over a stand-in. It takes minutes."""
+"""Variable with the folder for what SGLang compiles at run time, shared by all servers over a stand-in: it takes minutes."""
 
 
 def environment(out: Path) -> dict[str, str]:
-    """The variables that put a process on the stand-in."""
+    """Returns the variables that run a process on the stand-in."""
     return {
         "LD_PRELOAD": str(out / "libcuda.so.1"),
         "LD_LIBRARY_PATH": str(out),
@@ -39,12 +39,12 @@ def environment(out: Path) -> dict[str, str]:
 
 
 def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
-    """The variables that put SGLang on it, with our shims. What it compiles at run time, linked with a stand-in, goes to the
-    folder that ``COMPILED`` names, or else to ``caches`` as all else that is kept."""
+    """Returns the variables that run SGLang on it, with our shims. What SGLang compiles at run time links with a stand-in, so
+    it goes to the folder in ``COMPILED``, else to ``caches`` like everything else that is kept."""
     compiled = Path(os.environ.get(COMPILED, caches))
     return environment(out) | {
         "STANDIN_LOG": str(log),
-        "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, whatever is installed
+        "PYTHONPATH": f"{HERE / 'shims'}{os.pathsep}{HERE.parents[1]}",  # this checkout's package, not an installed one
         "LIBRARY_PATH": str(out),
         "SGLANG_NCCL_SO_PATH": str(out / "libcuda.so.1"),
         "SGLANG_JIT_CACHE_DIR": str(compiled / "sglang"),
@@ -55,7 +55,7 @@ def sglang_environment(out: Path, log: Path, caches: Path) -> dict[str, str]:
 
 
 def cuda_include() -> Path:
-    """CUDA 13 headers: the environment's, if they are all there, else the toolkit's."""
+    """Returns the folder of CUDA 13 headers: the environment's if complete, else the toolkit's."""
     for place in (SITE / "nvidia" / "cu13" / "include", Path("/usr/local/cuda/include")):
         if (place / "cuda_runtime_api.h").is_file() and (place / "crt" / "host_defines.h").is_file():
             return place
@@ -79,16 +79,16 @@ def build(out: Path) -> Path:
     for name in ("libcuda.so", "libcudart.so", "libnccl.so", "libnvidia-ml.so.1"):
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(library.name)
-    # Its references to the CUDA runtime are left open: the stand-in, loaded first, answers them.
+    # References to the CUDA runtime stay undefined: the stand-in, loaded first, resolves them.
     flags = ["-shared", "-O1", "-std=c++17", "-fPIC", f"-I{include}", f"-I{KERNELS}"]
-    flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-unused-but-set-variable"]  # a kernel may write only to wait
-    flags += ["-U_FORTIFY_SOURCE"]  # which takes a jump to another stack for an error
+    flags += ["-Wall", "-Wno-unknown-pragmas", "-Wno-unused-but-set-variable"]  # a kernel may write a variable only to wait
+    flags += ["-U_FORTIFY_SOURCE"]  # it treats a jump to another stack as an error
     run("g++", *flags, str(HERE / "kernels.cpp"), "-o", str(out / "libkernels.so"))
     return library
 
 
 def wanted(include: Path) -> set[str]:
-    """Every CUDA function that something in the environment may call."""
+    """Returns every CUDA function that something in the environment may call."""
     libraries = [path for folder in USERS for path in (SITE / folder).rglob("*.so*") if path.is_file()]
     names = {name for name in symbols(libraries, "--undefined-only") if CUDA_NAME.match(name)}
     whole = [path for name in WHOLE for path in (SITE / "nvidia").rglob(name)]
@@ -97,7 +97,7 @@ def wanted(include: Path) -> set[str]:
 
 
 def symbols(libraries: list[Path], which: str) -> set[str]:
-    """The dynamic symbols of the libraries, without their versions."""
+    """Returns the libraries' dynamic symbols, without versions."""
     names = set()
     for library in libraries:
         answer = subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True)

@@ -1,5 +1,4 @@
-"""In place of DeepEP's library, whose ranks write to each other's GPUs: buffers of the size that it takes, to which no token
-comes."""
+"""Replaces DeepEP's library, whose ranks write to each other's GPUs: its buffers have the real size, but receive no tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from sglang.srt.layers.moe.token_dispatcher import deepep
 
 
 class _Over:
-    """What has happened by the time that it is asked for."""
+    """An event that has always happened."""
 
     def current_stream_wait(self) -> None:
         pass

@@ -1,7 +1,7 @@
 """Answers prompts, one after the other, with a real SGLang engine: ``python engine.py JOB.json``, in the environment of
-``build.sglang_environment``. The job names ``engine`` (SGLang's arguments), ``prompts`` (texts, or ids of tokens),
-``max_new_tokens`` and ``result``, and may name what else is asked with each prompt (``beside``), and whether memory is given
-up between two (``sleeps``)."""
+``build.sglang_environment``. The job has ``engine`` (SGLang's arguments), ``prompts`` (texts or token ids), ``max_new_tokens``
+and ``result``. Optional are ``beside``, what to send with each prompt, and ``sleeps``, whether to release memory between
+prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 
 
 def run_engine(job: dict[str, Any], folder: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Run the job in a process of its own, one for each node, end all they started, and return ``answers`` and
-    ``server_info``. ``folder`` then has the log, and ``node1`` in it that of the second node."""
+    """Runs the job in a separate process per node, ends everything these started, and returns ``answers`` and ``server_info``.
+    ``folder`` then has the log, and ``folder/node1`` the second node's."""
     from scripts.harness.server import gathered  # not in the process that serves
 
     job = job | {"engine": gathered(job["engine"]), "result": str(folder / "result.json")}
@@ -56,14 +56,14 @@ def main() -> None:
     from sglang import Engine
 
     serving_host.preload()
-    serving_host.fork_children_from_here()  # they do not import SGLang again
+    serving_host.fork_children_from_here()  # so they need not import SGLang again
     job = json.loads(Path(sys.argv[1]).read_text())
     engine = Engine(**job["engine"])
     sampling = {"temperature": 0, "max_new_tokens": job["max_new_tokens"], "ignore_eos": True}
     answers = []
     for prompt in job["prompts"]:
         if job.get("sleeps") and answers:
-            while not engine.flush_cache().success:  # it answers a moment before it has done, and sleeps only when idle
+            while not engine.flush_cache().success:  # it answers slightly before it is idle, and sleeps only when idle
                 time.sleep(0.1)
             engine.release_memory_occupation()
             engine.resume_memory_occupation()

@@ -1,9 +1,9 @@
-"""Which of the logged operations is over before which starts, under any timing: what streams, events and waits of the host
-promise. Reads the log that ``STANDIN_LOG_ORDER`` makes complete.
+"""Computes the happens-before order of logged operations: which one completes before which starts under any timing, as streams,
+events and host waits guarantee. Reads a log that ``STANDIN_LOG_ORDER`` makes complete.
 
-Each operation (a kernel, a copy, a fill, a prefetch, the launch of a graph) is one step of its stream. A clock says how many
-steps of each stream are over: there is one of each stream, one of each event, as of its last record, and one of each thread
-of the host, of what it has waited for.
+Each operation (kernel, copy, fill, prefetch or graph launch) is one step of its stream. A vector clock says how many steps of
+each stream are complete. Each stream has one, each event has one as of its last record, and each host thread has one for what
+it has waited for.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OPERATIONS = {
 
 
 class Order:
-    """The order that the calls of one process, as logged, give to its operations. Calls are told apart by identity.
+    """The order of operations that one process's logged calls imply. Calls are distinguished by identity.
 
-    Non-blocking streams are assumed, as torch's are: they do not wait for the default stream, nor it for them.
-    A graph is one operation: ``cudaGraphLaunch``. What is captured is none; or, with ``graph``, what that graph captured is
-    all that there is.
+    Streams are assumed to be non-blocking, as torch's are: they do not wait for the default stream, nor it for them. A graph
+    launch (``cudaGraphLaunch``) is one operation, and captured calls are none. With ``graph``, only what that graph captured
+    counts.
     """
 
     def __init__(self, calls: Sequence[Call], graph: int = 0):
         if len({call.get("pid") for call in calls}) > 1:
             raise ValueError("the calls are of several processes: an order is of one")
         self._graph = graph
-        self._calls = calls  # kept, so that their identities stay theirs
+        self._calls = calls  # kept alive, so that identities stay unique
         self._streams: dict[str, Clock] = defaultdict(dict)
         self._events: dict[str, Clock] = defaultdict(dict)
         self._threads: dict[int, Clock] = defaultdict(dict)
@@ -51,7 +51,7 @@ class Order:
                 self._follow(call)
 
     def happens_before(self, first: Call, second: Call) -> bool:
-        """Whether ``first`` is over before ``second`` starts, under any timing."""
+        """Whether ``first`` completes before ``second`` starts under any timing."""
         stream, step = self._steps[self._operation(first)]
         return self._before[self._operation(second)].get(stream, 0) >= step
 
@@ -78,7 +78,7 @@ class Order:
                 advance(host, stream)
 
     def _submitted(self, stream: str, host: Clock) -> Clock:
-        """The clock of a stream whose next work is submitted now: after all that the host has waited for."""
+        """Returns the clock of a stream for work submitted now: after everything that the host has waited for."""
         advance(self._streams[stream], host)
         return self._streams[stream]
 

@@ -1,8 +1,9 @@
-"""Sections of the GPU session over the stand-in, servers too: ``scripts/rehearse.sh`` starts it, with what a GPU machine has.
+"""Runs sections of the GPU session over the stand-in, including servers, with the packages of a GPU machine
+(``scripts/rehearse.sh`` starts it).
 
-A section's log and JSON are as on a GPU, and nothing in them is measured. Tokens pick the same experts in every step, and each
-step generates the same token, so answers are alike whatever is wrong: what shows is whether all that a section starts reaches
-its end, and its bytes, moves, streams, slots and graphs.
+A section's log and JSON look as on a GPU, but measure nothing. Tokens pick the same experts in every step, and each step
+generates the same token, so answers are equal whatever is wrong. What a rehearsal does show is whether everything that a
+section starts reaches its end, and its bytes, moves, streams, slots and graphs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from benchmarks.serve_run import reasons
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_EXPERTS = "5,3"
-"""Behind the first residents, so that experts are read in place, move and fill slots; others in prompts than in decode steps,
-so that prompts leave some in slots."""
+"""Experts that tokens pick: none of the first residents, so that experts are read in place, move and fill slots; different ones
+in prompts and in decode steps, so that prompts leave some in slots."""
 WAITS_FOR_MARLIN = {"modes", "modes:gptq"}
-"""What starts a server whose kernels take minutes to compile."""
+"""Sections and parts that start a server whose kernels take minutes to compile."""
 BUILDS = ("marlin_build", "deep_gemm_build")
 
 
@@ -35,10 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="rehearse.sh", description="Runs sections of the GPU session, servers too, over a stand-in driver."
     )
-    parser.add_argument("sections", nargs="*", metavar="SECTION[:PART]", help="of scripts/gpu_session.sh --list; all if none")
-    parser.add_argument("--out", type=Path, help="the folder of logs and results (a new one below /tmp if not given)")
+    parser.add_argument("sections", nargs="*", metavar="SECTION[:PART]", help="of scripts/gpu_session.sh --list (default: all)")
+    parser.add_argument("--out", type=Path, help="folder for logs and results (default: a new one in /tmp)")
     parser.add_argument(
-        "--compile", action="store_true", help="no section: leave the kernels of Marlin and DeepGEMM in the folder's caches/"
+        "--compile",
+        action="store_true",
+        help="run no section; compile Marlin and DeepGEMM kernels into the folder's caches/",
     )
     wanted = parser.parse_args()
     out = (wanted.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))).absolute()
@@ -58,7 +61,7 @@ def main() -> int:
 
 
 def environment(out: Path) -> dict[str, str]:
-    """The variables of all that a section starts; what it compiles stays in ``out`` for the next rehearsal there."""
+    """Returns the variables for everything that a section starts. What it compiles stays in ``out`` for the next rehearsal."""
     library = build(out / "cuda")
     return sglang_environment(library.parent, Path(os.devnull), out / "caches") | {
         "STANDIN_FIRST_EXPERT": FIRST_EXPERTS,
@@ -83,7 +86,7 @@ def session() -> list[str]:
 
 
 def rehearse(section: str, results: Path, variables: dict[str, str]) -> bool:
-    """Whether the section is complete, and every server that it started has served."""
+    """Runs a section. Returns whether it is complete and every server that it started has served."""
     started = time.monotonic()
     done = subprocess.run([*session(), "--again", "--out", str(results), section], env=variables).returncode == 0
     record = results / f"{section.partition(':')[0]}.json"
@@ -96,8 +99,8 @@ def rehearse(section: str, results: Path, variables: dict[str, str]) -> bool:
 
 
 def failures(record: dict[str, Any]) -> list[str]:
-    """What servers ended with, and what they could not answer. A peer's failure leaves its section complete. That a time was
-    lost in noise, where no kernel computes, is none."""
+    """Lists the errors of servers and of their requests, because a section is complete despite a peer's failure. A time that
+    noise hides is no error here, where no kernel computes."""
     cells = [row["cell"] for part in record["parts"].values() for row in part["rows"] if row["row"] == "cell"]
     started = [cell for cell in cells if "flags" in cell]
     return [

@@ -1,4 +1,4 @@
-"""Runs small Python programs on the stand-in CUDA, each in a process of its own, and reads what they did."""
+"""Runs small Python programs on the stand-in CUDA, each in its own process, and reads what they did."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_device(array):
 
 @dataclass(frozen=True)
 class Ran:
-    """A program's end: exit code, output, and the CUDA calls it made, in order."""
+    """A finished program: exit code, output, and its CUDA calls in order."""
 
     code: int
     out: str
@@ -38,7 +38,7 @@ class Ran:
 
     @property
     def said(self) -> Any:
-        """The JSON on the last line of the output."""
+        """The JSON on the output's last line."""
         assert self.code == 0, self.err
         return json.loads(self.out.splitlines()[-1])
 
@@ -59,8 +59,7 @@ class Standin:
         self._nursery.close()
 
     def run(self, program: str, **settings: object) -> Ran:
-        """Run the program with the names that ``IMPORTS`` imports. ``fail="cudaFree:2:1"`` sets STANDIN_FAIL, and so
-        on."""
+        """Runs the program after ``IMPORTS``. Each setting becomes a variable: ``fail="cudaFree:2:1"`` sets STANDIN_FAIL."""
         log = self._folder / f"{self._nursery.runs}.jsonl"
         variables = {f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
         ended = self._nursery.run(program, STANDIN_LOG=str(log), **variables)

@@ -1,4 +1,4 @@
-"""What tests of real SGLang over the stand-in share: the arguments of a GPU server, and the captures in its log of calls."""
+"""Shared by tests of real SGLang over the stand-in: arguments of a GPU server, and the captures in its call log."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPU: dict[str, Any] = {
 
 
 def captures(calls: list[dict]) -> Iterator[list[dict]]:
-    """The calls from each begin of a capture to its end."""
+    """Yields the calls of each capture, from begin to end."""
     start = None
     for i, call in enumerate(calls):
         if call["call"] == "cudaStreamBeginCapture":
@@ -43,7 +43,7 @@ def captures(calls: list[dict]) -> Iterator[list[dict]]:
 
 
 def kept_links(environment: Mapping[str, str]) -> Path:
-    """The folder with what servers have measured of their link."""
+    """Returns the folder with servers' link measurements."""
     return Path(environment["XDG_CACHE_HOME"]) / "sglang-uvm-offload" / "links"
 
 
@@ -55,18 +55,18 @@ def serve_and_log(
     plugin: str = "",
     env: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any], list[dict]]:
-    """What an engine answers whose tokens pick the experts from ``first`` on, with its ``log``, and the CUDA calls of the
-    process that serves. ``plugin``: code of one more SGLang plugin. ``env``: more environment variables."""
+    """Runs an engine whose tokens pick experts from ``first`` on. Returns its answers with its ``log``, and the CUDA calls of
+    the serving process. ``plugin`` is the code of another SGLang plugin; ``env`` adds environment variables."""
     environment = sglang_environment(library.parent, folder / "calls.jsonl", library.parent / "caches") | dict(env or {})
-    shutil.rmtree(kept_links(environment), ignore_errors=True)  # what another server measured
+    shutil.rmtree(kept_links(environment), ignore_errors=True)  # from another server
     environment |= {"STANDIN_FIRST_EXPERT": str(first), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    environment["STANDIN_LATE"] = "2"  # the stream of SGLang's steps, and that of the copies of counts
+    environment["STANDIN_LATE"] = "2"  # delays the streams of SGLang's steps and of the copies of counts
     if plugin:
         folder.mkdir(parents=True, exist_ok=True)
         saboteur(folder, plugin)
         environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     result = run_engine(job, folder, environment, seconds=patience(900)) | {"log": (folder / "log.txt").read_text()}
     calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
-    # The try of unified memory runs in a process of its own, which captures nothing.
+    # The trial of unified memory runs in a separate process, which captures nothing.
     (served_by,) = {call["pid"] for call in calls if call["call"] == "cudaStreamBeginCapture"}
     return result, [call for call in calls if call["pid"] == served_by]

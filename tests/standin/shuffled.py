@@ -1,4 +1,4 @@
-"""Runs a program's work once at each of many random timings, over the stand-in driver."""
+"""Runs a program's work at many random timings over the stand-in driver."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ print(json.dumps(outcomes))
 
 @dataclass(frozen=True)
 class Shuffled:
-    """What a program made of each seed, and the calls that it made in it."""
+    """A program's outcome for each seed, and its calls with that seed."""
 
     outcomes: list[Any]
     rounds: list[list[dict]]
     order: Order
     before: list[dict]
-    """The calls before the first."""
+    """The calls before the first seed."""
 
 
 def run_shuffled(standin: Standin, program: str, seeds: int = SEEDS) -> Shuffled:
-    """Run the program's ``work()`` at the timing of each seed, after its ``begin()``, and ask for its ``outcome()``."""
+    """Runs the program's ``begin()``, then ``work()`` with each seed's timing, and collects its ``outcome()``."""
     ran = standin.run(BEGINNING + textwrap.dedent(program) + EACH_SEED.format(seeds=seeds), log_order=1)
     before, rounds = list[dict](), list[list[dict]]()
     outcomes = ran.said
