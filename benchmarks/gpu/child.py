@@ -46,10 +46,10 @@ def run(command: Sequence[str], seconds: float, stdout: IO[str] | None = None, s
 
 def output(command: Sequence[str], seconds: float, stderr: IO[str] | None = None) -> str:
     """Returns what ``command`` printed. Raises ``ChildFailure``."""
-    with tempfile.TemporaryFile("w+") as told:  # a pipe would block for as long as any process holds it
-        ended = run(command, seconds, told, stderr)
-        told.seek(0)
-        text = told.read()
+    with tempfile.TemporaryFile("w+") as printed:  # a pipe would block for as long as any process holds it
+        ended = run(command, seconds, printed, stderr)
+        printed.seek(0)
+        text = printed.read()
     if ended.status != 0:
         how = f"was killed after {seconds:.0f} s" if ended.status is None else f"ended with status {ended.status}"
         raise ChildFailure(how + (", and did not end: it is stuck in the driver" if ended.stuck else ""))

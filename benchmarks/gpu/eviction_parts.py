@@ -98,12 +98,12 @@ def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) 
     beside, side = Beside(partial(torch.sum, words)), torch.cuda.Stream()
     beside.last(200)
     found, timed = [], []
-    told, told_apart = [], read_times.told_apart
+    conclusive, told_apart = [], read_times.told_apart
 
     def keep(first: np.ndarray, later: np.ndarray, near: np.ndarray, far: np.ndarray) -> np.ndarray | None:
         timed.append({"first": first, "later": later, "in VRAM": near, "over the link": far})
         answer = told_apart(first, later, near, far)
-        told.append(answer is not None)
+        conclusive.append(answer is not None)
         return answer
 
     read_times.told_apart = keep
@@ -115,7 +115,7 @@ def beside_a_full_link(rows: Rows, memory: CudaMemory, look: Callable[[], int]) 
             side.synchronize()
     finally:
         read_times.told_apart = told_apart
-    rows.put("looks_beside", "bool", told, figure="could tell")
+    rows.put("looks_beside", "bool", conclusive, figure="could tell")
     for read in timed[0]:
         cycles = np.concatenate([each[read] for each in timed])
         rows.put("look_beside", "cycles", np.percentile(cycles, QUANTILES), read=read, quantiles="0, 5, 50, 95, 100 %")

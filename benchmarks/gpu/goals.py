@@ -24,7 +24,7 @@ Judge = Callable[[PartRows], Ratio | None]
 class Goal:
     text: str
     sense: str
-    """">=" or "<="."""
+    """``>=`` or ``<=``."""
     limit: float
     ratio: Judge
 

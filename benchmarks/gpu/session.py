@@ -90,8 +90,8 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_session.sh",
-        description="Measures unified memory on this machine's GPU, section by section (all of them, in order, if none is "
-        "named). Results: one JSON and one log a section in --out, else $OUT, else benchmarks/results/DATE-DEVICE.",
+        description="Measures unified memory on this machine's GPU, section by section (default: all, in order). "
+        "Results: a JSON and a log per section in --out, else $OUT, else benchmarks/results/DATE-DEVICE.",
     )
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION[:PART]", help=f"{', '.join(SECTIONS)}; with :PART, one part of it"
@@ -281,10 +281,10 @@ def describe_machine(call: Call) -> dict[str, Any]:
         raise SectionFailure("not started: no time left in this call")
     seconds = min(ENVIRONMENT_SECONDS * call.patience, call.left())
     try:
-        told = child.output(program("environment"), seconds)
+        printed = child.output(program("environment"), seconds)
     except child.ChildFailure as failure:
         raise SectionFailure(f"not started: the environment cannot be described: environment.py {failure}") from None
-    described: dict[str, Any] = json.loads(told.splitlines()[-1])
+    described: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return described
 
 
