@@ -124,13 +124,13 @@ class Failures:
 
 def shown(outcomes: Iterable[Outcome], wanted: int) -> Iterator[Outcome]:
     """Passes outcomes through, and prints each new failure and occasional progress on stderr."""
-    failures, done, told = Failures(), 0, 0
+    failures, done, reported = Failures(), 0, 0
     for outcome in outcomes:
         for failure in failures.new(outcome):
             print(f"\n{failure}", file=sys.stderr, flush=True)
         done += outcome.refused + outcome.accepted + len(outcome.failures)
-        if done >= told + wanted / 20:
-            told = done
+        if done >= reported + wanted / 20:
+            reported = done
             print(f"{done:,} of {wanted:,} inputs", file=sys.stderr, flush=True)
         yield outcome
 

@@ -73,13 +73,13 @@ class ProcessorTime:
         if not self.seconds:
             return
         terminalreporter.section(
-            f"processor time; this machine takes {self._slowness:.2f} times as long as that of the ceilings"
+            f"CPU time; this machine takes {self._slowness:.2f} times as long as the reference for the ceilings"
         )
         for taken, file in sorted(((taken, file) for file, taken in self.seconds.items()), reverse=True)[:LISTED]:
             terminalreporter.write_line(f"{taken:8.1f} s  {file}")
         over = self._over()
         if (share := self._others()) > OTHERS:
-            terminalreporter.write_line(f"others took {share:.0%} of what this run did: no ceiling applies")
+            terminalreporter.write_line(f"others took {share:.0%} of what this run did, so no ceiling applies")
         for tier, taken in self._tiers().items():
             line = f"tests/{tier}: {taken:.0f} s, there {taken / self._slowness:.0f} s of at most {CEILINGS[tier]}"
             terminalreporter.write_line(line, red=tier in over)

@@ -99,7 +99,7 @@ def assert_each_is_computed_with(weights: Mapping[str, torch.Tensor], output: Ca
         assert not torch.equal(output(), expected), name
         tensor.copy_(kept)
         poison(tensor[3])
-        assert torch.equal(output(), expected), "nobody chose this expert"
+        assert torch.equal(output(), expected), "no token chose this expert"
         tensor.copy_(kept)
 
 

@@ -1,4 +1,4 @@
-"""Finds links, commands and flags in the documents, and parsers that say what is wrong with them."""
+"""Finds links, commands and flags in the documents, and parses them to find what is wrong."""
 
 from __future__ import annotations
 

@@ -83,5 +83,5 @@ def _expanded(shape: dict[str, Any]) -> dict[str, Any]:
 def ask_at_once(asked: Iterable[tuple[Path, Mapping[str, str]]]) -> None:
     """Has SGLang build these models, each with its arguments, in one process, which takes seconds to start. Tests that read one
     of these shapes then find it cached."""
-    with contextlib.suppress(CheckpointError):  # raised again for whoever reads that shape
+    with contextlib.suppress(CheckpointError):  # raised again when a test reads that shape
         engine_shape._printed([{**engine_shape._files(path), "arguments.json": json.dumps(given)} for path, given in asked])

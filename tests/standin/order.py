@@ -38,7 +38,7 @@ class Order:
 
     def __init__(self, calls: Sequence[Call], graph: int = 0):
         if len({call.get("pid") for call in calls}) > 1:
-            raise ValueError("the calls are of several processes: an order is of one")
+            raise ValueError("the calls are from several processes; an order covers one")
         self._graph = graph
         self._calls = calls  # kept alive, so that identities stay unique
         self._streams: dict[str, Clock] = defaultdict(dict)

@@ -77,8 +77,8 @@ def build_kernels(program: str, variables: dict[str, str]) -> int:
 
 
 def listed(variables: dict[str, str]) -> list[str]:
-    told = subprocess.run([*session(), "--list"], env=variables, capture_output=True, text=True, check=True).stdout
-    return [line.split(":")[0] for line in told.splitlines() if not line.startswith(" ")]
+    listed = subprocess.run([*session(), "--list"], env=variables, capture_output=True, text=True, check=True).stdout
+    return [line.split(":")[0] for line in listed.splitlines() if not line.startswith(" ")]
 
 
 def session() -> list[str]:
