@@ -247,7 +247,8 @@ class RankStatus(Struct, frozen=True):
     fewest_tokens: Count = 1
     """With fewer, ``readvise`` changes nothing."""
     host_free_bytes: Count | None = None
-    """Host RAM that is free on the rank's node. None in statistics that earlier versions saved."""
+    """Host RAM that the rank may still take: what its node has free, or what the limit of its cgroup leaves if that is less.
+    None in statistics that earlier versions saved."""
     evicted_bytes: Count | None = None
     """Bytes of residents that the driver had evicted when the rank last looked (every ten seconds while it serves), estimated
     from a sample of blocks; None before the first look, and where it cannot tell."""

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+import shlex
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,10 @@ DEPLOYMENT, SERVICE = yaml.safe_load_all(MANIFEST)
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 LAUNCH = pages.launched(CONTAINER["command"] + CONTAINER["args"])
-ENV = {each["name"]: each["value"] for each in CONTAINER["env"]}
+PAGE = (ROOT / "docs/kubernetes.md").read_text()
+KUBECTL = pages.of_kind("kubectl")
+ENV = {each["name"]: each["value"] for each in CONTAINER["env"] if "value" in each}
+SECRETS = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in CONTAINER["env"] if "valueFrom" in each}
 VERSIONS = all_versions()
 
 
@@ -56,9 +60,10 @@ def gib(quantity: str) -> int:
 
 
 def printed(*flags: object) -> dict[str, Any]:
-    """The plan that ``sglang-uvm-offload plan`` prints."""
+    """The plan that the page's command prints."""
+    ((_, _, _, *asked),) = [words for words in pages.commands(PAGE) if pages.kind(words) == "sglang-uvm-offload plan"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert run(MODELS / "glm-5-fp8.json", "--machine", "8xH20", "--json", *flags) == 0
+        assert run(MODELS / "glm-5-fp8.json", *asked, "--json", *flags) == 0
     return json.loads(said.getvalue())
 
 
@@ -82,6 +87,43 @@ def test_the_gpus_are_those_of_the_plan_and_of_the_launch(plan):
     of_sglang, _ = pages.config_of_launch(LAUNCH)
     for kind in ("limits", "requests"):
         assert CONTAINER["resources"][kind]["nvidia.com/gpu"] == of_sglang.tp_size == plan["machine"]["gpus"]
+
+
+def test_the_plan_is_for_the_requests_of_the_launch_and_leaves_no_residents(plan):
+    of_sglang, _ = pages.config_of_launch(LAUNCH)
+    requests = plan["workload"]["requests"], plan["workload"]["context_length"]
+    assert requests == (of_sglang.max_running_requests, of_sglang.context_length)
+    assert plan["num_resident"] == 0 < plan["slots"]
+
+
+def test_the_keys_come_from_the_secret_that_the_page_creates():
+    of_sglang, _ = pages.config_of_launch(LAUNCH)
+    assert [of_sglang.api_key, of_sglang.admin_api_key] == [f"$({name})" for name in SECRETS]
+    (create,) = [words for words in KUBECTL if words[1] == "create"]
+    assert create[2:4] == ["secret", "generic"]
+    made = {(create[4], re.match(r"--from-literal=([\w-]+)=", word).group(1)) for word in create[5:]}
+    assert made == {(each["name"], each["key"]) for each in SECRETS.values()}
+
+
+def test_the_commands_of_the_page_name_the_deployment_its_pods_and_its_image():
+    named = {word for words in KUBECTL for word in words if word.startswith("deployment/")}
+    assert named == {f"deployment/{DEPLOYMENT['metadata']['name']}"}
+    selectors = {words[words.index("-l") + 1] for words in KUBECTL if "-l" in words}
+    assert selectors == {f"app={DEPLOYMENT['spec']['selector']['matchLabels']['app']}"}
+    assert re.findall(r"docker (?:build --tag|push) (\S+)", PAGE) == 2 * [CONTAINER["image"]]
+
+
+def test_the_action_of_the_page_carries_the_key_and_a_body_that_is_valid():
+    (inner,) = [words[-1] for words in KUBECTL if words[1] == "exec" and "sh" in words]
+    curl = shlex.split(inner)
+    assert "Authorization: Bearer $ADMIN_API_KEY" in curl
+    pages.parse_action(curl[curl.index("-d") + 1])
+
+
+def test_sigterm_ends_a_server_that_loads():
+    """The kernel drops it for process 1 of a PID namespace, which has no handler yet."""
+    assert POD["shareProcessNamespace"]
+    assert yaml.safe_load((ROOT / "docs/operations/compose.yaml").read_text())["services"]["sglang"]["init"]
 
 
 def window(probe: str) -> int:

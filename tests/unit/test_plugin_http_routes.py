@@ -132,6 +132,16 @@ def test_ranks_that_hang_do_not_hang_the_request(serve, monkeypatch):
     assert "no rank has answered within 0.05 s" in answer.json()["error"]
 
 
+def test_a_server_without_a_folder_for_temporary_files_says_so(serve, tmp_path, monkeypatch):
+    client, manager = serve(config())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    answer = client.get("/expert_offload")
+    assert answer.status_code == 503
+    assert "TMPDIR" in answer.json()["error"]
+    assert str(tmp_path / "gone") in answer.json()["error"]
+    assert manager.numbers == []
+
+
 def test_a_rank_writes_for_nobody_once_the_request_has_been_answered(serve, tmp_path):
     client, manager = serve(config())
     client.get("/expert_offload")

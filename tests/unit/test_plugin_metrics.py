@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,6 +127,19 @@ def test_free_host_ram_is_shown_while_no_step_runs_too(served, monkeypatch):
     metrics.host_free = lambda: 2 << 20
     metrics.publish_when_idle()
     assert sample("host_free_bytes") == 2 << 20
+
+
+def test_evicted_bytes_are_unknown_once_looking_has_failed(served):
+    rank, metrics = served
+    metrics.publish()
+    assert sample("evicted_bytes") is None
+    for evicted in (PAGE_BYTES, 0):
+        rank.manager.evictions.evicted_bytes = evicted
+        metrics.publish()
+        assert sample("evicted_bytes") == evicted
+    rank.manager.evictions.evicted_bytes = None
+    metrics.publish()
+    assert math.isnan(sample("evicted_bytes"))
 
 
 def test_moves_are_counted_and_the_vram_that_they_leave_is_shown(served):

@@ -6,6 +6,7 @@ Actions, and requests for a status, reach all ranks through SGLang's ``set_inter
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -77,7 +78,8 @@ def add(app: Any) -> None:
 
 
 async def get_status(request: Request) -> Response:
-    """The status; 404 if experts are not offloaded, 503 if no rank answers, or one could not make its status."""
+    """The status; 404 if experts are not offloaded; 503 if no rank answers, one could not make its status, or no
+    temporary folder can be written to."""
     try:
         manager, _ = _served()
         return _answer(200, await _status(manager))
@@ -119,7 +121,11 @@ def _served() -> tuple[Any, Settings]:
 
 async def _status(manager: Any) -> OffloadStatus:
     total = compat.num_ranks()
-    with RankFiles() as files:
+    with contextlib.ExitStack() as stack:
+        try:
+            files = stack.enter_context(RankFiles())
+        except OSError as error:
+            raise Refused(503, f"ranks answer in a folder for temporary files, set by TMPDIR: {error}") from error
         await _delivered(manager, files.message())
         end = time.monotonic() + RANK_SECONDS
         while len(files) < total // get_parallel().nnodes and time.monotonic() < end:

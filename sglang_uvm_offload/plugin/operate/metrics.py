@@ -4,6 +4,7 @@ many."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -82,7 +83,10 @@ class Metrics:
         self.skipped = counter(
             "skipped_moves", "Moves skipped because host RAM had no room for the experts that would have left VRAM."
         )
-        self.evicted = gauge("evicted_bytes", "Bytes of resident experts that the driver has evicted, estimated from a sample.")
+        self.evicted = gauge(
+            "evicted_bytes",
+            "Bytes of resident experts that the driver has evicted, estimated from a sample; NaN once looking has failed.",
+        )
         self.link = gauge(
             "link_bytes_per_second",
             "Rates of the link, measured with all GPUs at once when the model was loaded: reads in place (scattered, "
@@ -97,13 +101,16 @@ class Metrics:
         self.fault = gauge(
             "fault", "1 once a fault has ended moving, streaming or the trace; the server continues.", [*labels, "of"]
         )
-        self.save_failures = counter("save_failures", "Failed saves of the profile or the trace.", [*labels, "of"])
+        self.save_failures = counter(
+            "save_failures", "Failed saves of the profile, the trace or the statistics.", [*labels, "of"]
+        )
         layers = manager.target.layers
         self._groups = [g for g in np.array_split(np.arange(len(layers)), GROUPS) if g.size]
         self._names = [f"{layers[g[0]].layer_id}-{layers[g[-1]].layer_id}" for g in self._groups]
         self._last: list[np.ndarray] = [np.zeros(len(layers)) for _ in range(9)]
         self._last_moves = (0, 0, 0.0, 0)
         self._last_failures: dict[str, int] = {}
+        self._evicted_shown = False
         self._next = 0.0
         self._published_steps = 0
 
@@ -165,8 +172,10 @@ class Metrics:
                 self.link.labels(**self.labels, by=by).set(rate * 1e9)
             if link.expected:
                 self.link_expected.labels(**self.labels).set(link.expected * 1e9)
-        if (evicted := self.manager.evictions.evicted_bytes) is not None:
-            self.evicted.labels(**self.labels).set(evicted)
+        evicted = self.manager.evictions.evicted_bytes
+        if evicted is not None or self._evicted_shown:
+            self._evicted_shown = True
+            self.evicted.labels(**self.labels).set(math.nan if evicted is None else evicted)
         for what, ended in self.faults().items():
             self.fault.labels(**self.labels, of=what).set(ended)
         for saver in self.savers:
