@@ -174,8 +174,21 @@ OPTIONS = {
 }
 
 _BY_ITSELF = "--expert-offload-adapt continuous, which chooses it automatically"
+_NOW_OPTIONS = (
+    "warmup_tokens",
+    "draft_num_resident",
+    "save_profile",
+    "trace",
+    "stats",
+    "stream_buffer_gb",
+    "stream_tokens",
+    "lookup_tables",
+    "tma",
+)
+"""The options that used to be flags. New ones do not belong here."""
+
 REPLACED = {
-    **{name: f"--expert-offload-{CONFIG} {name}" for name in OPTIONS},
+    **{name: f"--expert-offload-{CONFIG} {name}" for name in _NOW_OPTIONS},
     "backend": "--device: unified memory on a GPU, ordinary memory on a CPU",
     "draft_policy": "SGLang's --speculative-num-draft-tokens and --speculative-adaptive",
     "memory_headroom": "--expert-offload-headroom-gb, in GiB",

@@ -176,9 +176,10 @@ class CudaMemory:
         self._populating.add(managed, owner, spans)
 
     def _populate(self, managed: ManagedRange, spans: Sequence[Span]) -> None:
-        self._unchecked_bytes += sum(span.nbytes for span in spans)
+        nbytes = sum(span.nbytes for span in spans)
+        self._unchecked_bytes += nbytes
         if self._unchecked_bytes > LOOK_BYTES:
-            left, self._unchecked_bytes = host_available(), 0
+            left, self._unchecked_bytes = host_available(), nbytes
             if left < HOST_LEFT_BYTES:  # the OOM killer would soon act
                 reason = f"only {size(left)} of host RAM is left, but {size(HOST_LEFT_BYTES)} must stay free"
                 raise ManagedMemoryError("populate", managed.name, spans[0], reason)

@@ -227,6 +227,27 @@ def test_nothing_more_is_populated_where_others_have_taken_the_host_ram(standin)
     assert [call["nbytes"] for call in ran.named("cudaMemPrefetchAsync")] == [2 * BLOCK]
 
 
+def test_host_ram_is_looked_at_after_each_48_mib(standin):
+    ran = standin.run(
+        GATED
+        + """
+        from sglang_uvm_offload.cuda import memory as module
+        from sglang_uvm_offload.memory.layout import MOVE_BYTES
+        available, looked = module.host_available, []
+        def look():
+            looked.append(len(seen) * MOVE_BYTES)
+            return available()
+        it, tensor = made("w13", 10 * module.LOOK_BYTES // (3 * BLOCK))
+        module.host_available = look
+        go.set()
+        with memory.loading():
+            memory.populate(it, [Span(0, it.nbytes)])
+        print(json.dumps([each / module.LOOK_BYTES for each in looked]))
+        """
+    )
+    assert ran.said == [1, 2, 3]
+
+
 def test_it_goes_on_while_a_graph_is_captured_and_takes_no_new_range_there(standin):
     ran = standin.run(
         GATED

@@ -119,7 +119,7 @@ def test_options_without_residents_are_refused():
         of_arguments({"config": {"tma": "off"}})
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in REPLACED if name in OPTIONS])
 def test_a_flag_of_before_keeps_its_effect_and_says_once_what_replaces_it(name, caplog):
     given = str(VALUES[name])
     assert of_arguments({"num_resident": "4", name: given}) == parse({"num_resident": "4", name: VALUES[name]})
@@ -193,3 +193,4 @@ def test_a_flag_of_options_is_for_a_shell():
 def test_every_argument_is_a_flag_an_option_or_replaced():
     assert ARGUMENTS.keys() == {*FLAGS, "config", *REPLACED}
     assert not FLAGS.keys() & OPTIONS.keys()
+    assert {name for name, by in REPLACED.items() if by == f"{CONFIG} {name}"} == REPLACED.keys() & OPTIONS.keys()
