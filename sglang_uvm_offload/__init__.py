@@ -1,7 +1,7 @@
 """Serves Mixture-of-Experts models that do not fit in VRAM: an SGLang plugin that keeps experts in CUDA unified memory.
 
-Packages by rank. A package imports only from lower ranks, and imports never form a cycle. The files next to this one, which
-every package uses, have rank 1.
+Packages by rank. A package imports only from lower ranks, and imports never form a cycle. The files next to this one have
+rank 1.
 
     0  files
     2  memory policy
@@ -26,18 +26,20 @@ Loading:
     experts/tensor                  as extents of blocks (memory/layout)
     cuda/memory, cpu/memory         with advice and prefetch (memory/protocol)
     memory/populating               on a thread: populates host pages of offloaded experts while SGLang reads
-    plugin/rank/link                after loading: measures the link (cuda/link) and saves its rates (memory/kept_links)
+    plugin/rank/link                once the target is loaded: measures the link (cuda/link), saves it (memory/kept_links)
+    plugin/rank/residency           correct, once all weights are loaded: divides again, before SGLang allocates the KV cache
 
 Serving, for each forward step:
 
     plugin/rank/step_hooks          ModelRunner.forward: the step's valid rows, tokens and phase
-    residency/manager               between steps: runs what is due
-    plugin/rank/fused_moe           apply: counts, then computes
-    cuda/counters, cpu/counters     one kernel per step (cuda/step_routing), captured in the graph (routing/counts)
+    residency/manager               begin_step: runs what is due
     residency/ledger                polls the counts, which arrive some steps late, without waiting
     residency/residents             starts the decided move and the next decision
     residency/adaptation            on a decision thread: decides (policy/adaptive, over policy/extents)
     residency/mover                 on a mover thread: demotes, then promotes
+    plugin/rank/fused_moe           apply: counts, then computes
+    cuda/counters, cpu/counters     one kernel per step (cuda/step_routing), captured in the graph (routing/counts)
+    plugin/rank/operating_hooks     after the step: polls, metrics, log lines (plugin/rank/chores) and saves (files/autosave)
     residency/evictions             on the mover thread, every ten seconds: checks for evictions (cuda/read_times)
 
 Operating, while it serves:
@@ -59,8 +61,9 @@ Streaming, in a step with many tokens, for each MoE layer:
 
 Slots, in each step that reads experts in place, for each MoE layer:
 
-    plugin/slots/triton, plugin/slots/marlin  between SGLang's list of blocks and its first kernel: redirects experts to
-                                    their copies
+    plugin/slots/triton, marlin, deep_gemm  between SGLang's list of rows or blocks and its first kernel: redirects
+                                    experts to their copies
+    plugin/rank/lookahead           guesses the experts of the next layer, with prefetch speculative
     streaming/model_slots           finds the layer; between steps: resets stale slots and updates what is offloaded
     cuda/slots, cpu/slots           counts, fills, and rewrites the list in one kernel (memory/slots)
     policy/slot_policy              the policy that the kernel implements

@@ -106,7 +106,7 @@ def parse(values: Mapping[str, Any], problems: Iterable[str] = ()) -> RequestedC
     have no effect without ``num_resident``. Values may be Python types (``flag_types``). None means the default. Reads the file
     of ``resident_ids``.
     """
-    assert values.keys() <= _ALL.keys(), f"{values.keys() - _ALL.keys()} are no flags"
+    assert values.keys() <= _ALL.keys(), f"unknown flags: {values.keys() - _ALL.keys()}"
     values = {name: plain(value) for name, value in values.items()}
     if turned_off(values.get("num_resident")):
         return None

@@ -39,6 +39,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_uvm_offload.cli import report as report_cli
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.cli.profile import describe
+from sglang_uvm_offload.cli.server import API_KEY, SourceError
 from sglang_uvm_offload.flags import ARGUMENTS, FlagError
 from sglang_uvm_offload.plan import engine_shape
 from sglang_uvm_offload.plan.engine_shape import shape_of
@@ -373,7 +374,7 @@ def page(chance: random.Random, folder: Path) -> bool:
     try:
         with _without_charts():
             html = report_cli.report_of(str(folder / "source.json"))
-    except report_cli.SourceError as error:
+    except SourceError as error:
         _expect("\n" not in str(error), str(error))
         return False
     _check_page(html)
@@ -389,7 +390,7 @@ def url(chance: random.Random, folder: Path) -> bool:
     address = mutation.damaged(chance.choice(URLS).encode(), chance).decode(
         errors=chance.choice(("replace", "surrogateescape"))
     )
-    key = {report_cli.API_KEY: chance.choice(("", "s3cret", "s3cret\r\nHost: x", "s3cré"))}
+    key = {API_KEY: chance.choice(("", "s3cret", "s3cret\r\nHost: x", "s3cré"))}
     with mock.patch.dict(os.environ, key), mock.patch.object(urllib.request, "urlopen", _answer):
         return _reported(address)
 
@@ -397,7 +398,7 @@ def url(chance: random.Random, folder: Path) -> bool:
 def _reported(address: str) -> bool:
     try:
         report_cli.report_of(address)
-    except report_cli.SourceError as error:
+    except SourceError as error:
         said = str(error)
         _expect("s3cr" not in said and "Error(" not in said, f"a key, or the repr of an exception: {said}")
         return "Connection refused" in said

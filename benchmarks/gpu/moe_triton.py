@@ -22,7 +22,7 @@ from benchmarks.gpu.moe_function import (
 )
 
 if TYPE_CHECKING:
-    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+    from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 
 
 class SglangTriton(OnTokens):
@@ -67,11 +67,11 @@ class SglangTritonFp8(Fp8Experts, SglangTriton):
 
 
 @functools.cache
-def installed_seam() -> SlotSeam:
+def installed_seam() -> TritonSlotSeam:
     """Installs the plugin's hooks on SGLang's functions, and replaces what these need of a server."""
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe, fused_moe_triton_config
 
-    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+    from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 
     settings = SimpleNamespace(
         moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
@@ -79,4 +79,4 @@ def installed_seam() -> SlotSeam:
     )
     for module in (fused_moe, fused_moe_triton_config):
         without_server(module, settings)
-    return installed(SlotSeam())
+    return installed(TritonSlotSeam())

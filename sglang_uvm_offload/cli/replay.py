@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         name, found, text = mode(args, trace, scored)
         guessed = _lookahead(args, trace, scored) if mode is _replay else []
     except (ValueError, OSError, MemoryError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
-        complain(f"cannot replay {args.trace}: {mistaken(args.trace, 'replay') or said or type(error).__name__}")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        complain(f"cannot replay {args.trace}: {mistaken(args.trace, 'replay') or reason or type(error).__name__}")
         return 2
     finally:
         _progress("")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a package above it is missing, or the name is none
+    except (ImportError, ValueError):  # a package above it is missing, or the name is invalid
         return False
 
 

@@ -7,13 +7,13 @@ import sys
 import time
 import urllib.error
 
-from sglang_uvm_offload.cli.report import API_KEY, STATUS_PATH, SourceError, fetched, is_url, status_of
+from sglang_uvm_offload.cli.server import API_KEY, NO_OFFLOADING, STATUS_PATH, SourceError, fetched, is_url, status_of
 from sglang_uvm_offload.cli.terminal import Frames, complain, say
 from sglang_uvm_offload.report.status_table import Look, status_line, status_table
 
 PERIOD_SECONDS = 2.0
 """From an answer to the next request: ranks answer between two steps."""
-NO_OFFLOADING, BUSY = 404, 503
+NOT_FOUND, BUSY = 404, 503
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def _watch(source: str, look: Look) -> int:
                 _, look = _look(source)
             except SourceError as error:
                 if not _may_pass(error):
-                    complain(f"the server has ended, or answers no more: {error}")
+                    complain(f"the server ended or stopped answering: {error}")
                     return 1
 
 
@@ -80,11 +80,8 @@ def _look(source: str) -> tuple[bytes, Look]:
     try:
         answer = fetched(source, STATUS_PATH)
     except SourceError as error:
-        if _code(error) == NO_OFFLOADING:
-            raise SourceError(
-                f"{source}: this server does not offload experts: it needs sglang-uvm-offload installed, and "
-                "--expert-offload-num-resident"
-            ) from error
+        if _code(error) == NOT_FOUND:
+            raise SourceError(f"{source}: {NO_OFFLOADING}") from error
         raise
     try:
         status = status_of(answer)

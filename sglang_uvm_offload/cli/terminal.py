@@ -10,12 +10,12 @@ from sglang_uvm_offload.files.reading import printable, printable_lines
 
 
 def say(text: object) -> None:
-    """On standard output."""
+    """Print to standard output."""
     print(printable_lines(str(text)))
 
 
 def complain(text: object) -> None:
-    """On standard error."""
+    """Print to standard error."""
     print(printable_lines(str(text)), file=sys.stderr)
 
 
@@ -24,7 +24,7 @@ class Frames:
 
     def __init__(self) -> None:
         self._height = 0
-        """How many lines the last frame has."""
+        """The number of lines in the last frame."""
 
     def show(self, lines: Sequence[str]) -> None:
         """Draw over the last frame. Lines are cut at the size of the terminal: one that wraps could not be drawn over."""

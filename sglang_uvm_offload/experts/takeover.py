@@ -178,7 +178,7 @@ class HeldStorage:
         return nbytes if whole and all(one_run_an_expert(tensor, nbytes) for tensor in experts) else None
 
     def move(self, flat: torch.Tensor, copy: bool = True) -> None:
-        """Make ``flat`` (uint8) the storage of the tensors, and ``copy`` their bytes into it if asked. Shapes, strides and
+        """Make ``flat`` (uint8) the storage of the tensors. ``copy``: first copy their bytes into it. Shapes, strides and
         parameter objects stay."""
         if copy:
             flat.copy_(torch.empty(0, dtype=torch.uint8, device=flat.device).set_(self.storage))

@@ -72,7 +72,7 @@ class Saver:
         self._save_after(PAUSE_SECONDS)
 
     def begin_end(self) -> None:
-        """``save_now`` for a server that was told to end. Minutes may pass before ``finish``."""
+        """``save_now`` when the server begins to shut down. Minutes may pass before ``finish``."""
         self._ending = True
         self.save_now()
 

@@ -82,8 +82,8 @@ class ArrayShape(NamedTuple):
 
 
 def shapes(path: str | os.PathLike[str]) -> dict[str, ArrayShape]:
-    """Those of the arrays of an npz file, whose contents are not read. Raises ``NpzError`` and ``OSError`` as ``names``
-    does."""
+    """The shapes of the arrays in an npz file, by name. Does not read their contents. Raises ``NpzError`` and ``OSError``
+    like ``names``."""
     found = {}
     with _opened(path) as archive:
         for name in archive.namelist():
@@ -93,7 +93,7 @@ def shapes(path: str | os.PathLike[str]) -> dict[str, ArrayShape]:
 
 
 def shape_of(file: IO[bytes]) -> ArrayShape:
-    """That of an npy file. Raises ``NpzError``."""
+    """The shape of the array in an npy file. Raises ``NpzError``."""
     try:
         shape, _, dtype = _header(file, "the array")
     except NpzError:

@@ -69,7 +69,7 @@ class LookupTable:
         return -(-self.nbytes // self.sharers(parallel))
 
     def is_in(self, place: str) -> bool:
-        """Whether a server told to keep tables in ``place`` keeps this one there."""
+        """Whether a server whose tables are set to ``place`` keeps this one there."""
         return place in (VRAM, *KINDS[self.kind].places)
 
     def vram_bytes(self, place: str, parallel: Parallel) -> int:
@@ -98,7 +98,7 @@ def offloaded_by(tables: Iterable[LookupTable]) -> str:
 
 
 def other_place(tables: Iterable[LookupTable]) -> str:
-    """Where a server keeps these tables when told to offload them without further flags."""
+    """Where a server that offloads these tables keeps them without further flags."""
     return next((KINDS[table.kind].places[0] for table in tables), VRAM)
 
 

@@ -22,7 +22,7 @@ def with_measured_link(machine: Machine, kept: KeptLink | None) -> Machine:
 
 
 def expected_rates(gpus: Sequence[tuple[str, int]]) -> list[float]:
-    """At which the copy engine of each GPU, by its name and bytes, should cross the link: 1e9 bytes a second, 0 if unknown."""
+    """The rate that the copy engine of each GPU, given as ``(name, bytes)``, should reach over the link: GB/s, 0 if unknown."""
     return [_expected(known_gpu(name, nbytes)) for name, nbytes in gpus]
 
 

@@ -80,7 +80,7 @@ class Speed:
     prefill_tokens_s: float
     resident_prefill_tokens_s: float
     streamed: bool = False
-    """Whether prefill copies offloaded experts into stream buffers, instead of reading them in place."""
+    """Whether prefill copies offloaded experts into slots or stream buffers, instead of reading them in place."""
     cpu_engine_step_s: float = 0.0
     """The decode step of an engine that computes routed experts on the CPU; 0 if the host memory's rate is unknown."""
     measured_on: HitRate | None = None

@@ -12,7 +12,7 @@ def between(least: float, most: float, form: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count > 1 else "")
+    return f"{count} {noun}" + ("s" if count != 1 else "")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

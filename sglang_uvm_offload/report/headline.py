@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_uvm_offload.report.source import ServerInfo, budget, decode_hit_rate, follows, slots_a_layer, slots_serve
+from sglang_uvm_offload.report.source import ServerInfo, budget, decode_hit_rate, follows, hit_rate, slots_a_layer, slots_serve
 from sglang_uvm_offload.report.units import change, percent
 
 FEW_STEPS = 256
@@ -73,9 +73,10 @@ def _too_early(info: ServerInfo) -> str | None:
     if not any(rank.offloaded_bytes for rank in ranks):
         return "Every expert is in VRAM: offloading does nothing here, and plain SGLang is simpler."
     routed = sum(rank.routed for rank in ranks)
-    if not routed:
+    rate = hit_rate(sum(rank.history.routed_resident[-1] for rank in ranks), routed)
+    if rate is None:
         return "No routing has been counted yet, or the MoE runner shows none: send requests, and report again."
-    early = f"Hit rate {percent(sum(rank.history.routed_resident[-1] for rank in ranks) / routed)} so far; too early to judge"
+    early = f"Hit rate {percent(rate)} so far; too early to judge"
     if budget(ranks) and not all(rank.warmup_done for rank in ranks):
         return f"{early}: the warm-up is not over, and residents are still the initial ones. Send more requests."
     steps = 0 if info.curve is None else info.curve.decode_steps

@@ -19,7 +19,7 @@ from sglang_uvm_offload.report.advice import advice, alerts
 from sglang_uvm_offload.report.charts import Chart, Line, cell_map, column_chart, line_chart, picture
 from sglang_uvm_offload.report.headline import headline
 from sglang_uvm_offload.report.html import Child, document, element, explained, facts, folded, items, section, table, written
-from sglang_uvm_offload.report.source import ServerInfo, budget, decode_hit_rate, slots_a_layer
+from sglang_uvm_offload.report.source import ServerInfo, budget, decode_hit_rate, hit_rate, slots_a_layer
 from sglang_uvm_offload.report.units import LEAST, PERCENT, Axis, axis_to, byte_unit, duration, percent, percents
 from sglang_uvm_offload.residency.history import Curve, Past, ProfileVerdict
 from sglang_uvm_offload.residency.status import (
@@ -184,9 +184,7 @@ def _figures(ranks: Sequence[RankStatus]) -> list[tuple[str, str, Callable[[Rank
         (
             "hit rate",
             "The share of routed tokens, prefill and decode, whose expert was in VRAM, resident or in a slot.",
-            lambda rank: _share(
-                rank.history.routed_resident[-1] / rank.history.routed[-1] if rank.history.routed[-1] else None
-            ),
+            lambda rank: _share(hit_rate(rank.history.routed_resident[-1], rank.history.routed[-1])),
         ),
         (
             "hit rate of bytes",
@@ -370,5 +368,5 @@ def _layers_chart(ranks: Sequence[RankStatus]) -> Chart:
         served, routed = total.get(layer.layer, (0, 0))
         total[layer.layer] = (served + layer.routed_resident, routed + layer.routed)
     ids = sorted(total)
-    values = [100 * total[i][0] / total[i][1] if total[i][1] else None for i in ids]
+    values = [None if (rate := hit_rate(*total[i])) is None else 100 * rate for i in ids]
     return partial(column_chart, "Hit rate of each layer", "decoder layer", [str(i) for i in ids], PERCENT, values)

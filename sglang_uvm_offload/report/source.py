@@ -102,13 +102,18 @@ def slots_serve(ranks: Sequence[RankStatus]) -> bool:
     return any(rank.slots is not None and rank.slots.hits + rank.slots.fills > 0 for rank in ranks)
 
 
+def hit_rate(served: float, counted: float) -> float | None:
+    """The share of ``counted`` uses of experts that VRAM ``served``, at most 1; None without uses."""
+    return min(1.0, served / counted) if counted else None
+
+
 def decode_hit_rate(ranks: Sequence[RankStatus]) -> float | None:
     """The share of decode activations that were served from VRAM, residents or slots; None without activations."""
     counted = sum(rank.history.activations[-1] for rank in ranks)
-    return sum(rank.history.activations_resident[-1] for rank in ranks) / counted if counted else None
+    return hit_rate(sum(rank.history.activations_resident[-1] for rank in ranks), counted)
 
 
 def recent_hit_rate(ranks: Sequence[RankStatus]) -> float | None:
     """``decode_hit_rate`` in the latest half of the time."""
     counted = sum(rank.history.recent_growth("activations") for rank in ranks)
-    return sum(rank.history.recent_growth("activations_resident") for rank in ranks) / counted if counted else None
+    return hit_rate(sum(rank.history.recent_growth("activations_resident") for rank in ranks), counted)

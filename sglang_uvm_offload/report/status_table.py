@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_uvm_offload.report.rank_names import names_of
+from sglang_uvm_offload.report.source import hit_rate
 from sglang_uvm_offload.residency.status import OffloadStatus, RankId, RankStatus
 from sglang_uvm_offload.units import size
 
@@ -15,7 +16,7 @@ _ABOVE = (("", 1), ("residents", 2), ("hit", 1), ("over the link", 2), ("", 1), 
 """Titles above the titles, each with the columns that it spans."""
 _GAP = "  "
 _LEAST_WIDTH = 7
-"""Of a column of numbers: narrower ones would jump from one table to the next."""
+"""The least width of a column of numbers: narrower ones would jump from one table to the next."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _Growth:
     routed: int
     routed_resident: int
     read_bytes: int
-    """Over the link by steps: in place, streamed and into slots."""
+    """Bytes that steps read over the link: in place, streamed and into slots."""
     moves: int
 
     @classmethod
@@ -54,7 +55,7 @@ class _Growth:
 
     @property
     def hit_rate(self) -> float | None:
-        return min(1.0, self.routed_resident / self.routed) if self.routed else None
+        return hit_rate(self.routed_resident, self.routed)
 
     @property
     def mib_per_step(self) -> float | None:
@@ -117,7 +118,7 @@ def _totals(rank: RankStatus) -> list[float]:
 
 
 def _summary(growths: Sequence[_Growth], before: Look | None) -> str:
-    """Of the rank that took the most steps: all of a replica take the same."""
+    """Steps and tokens of the rank that took the most steps. All ranks of a replica take the same."""
     most = max(growths, key=lambda growth: growth.steps, default=None)
     if most is None:
         return "no rank has answered"
@@ -140,8 +141,7 @@ def _row(name: str, rank: RankStatus, growth: _Growth) -> tuple[str, ...]:
 
 
 def _shared_hit_rate(growths: Sequence[_Growth]) -> float | None:
-    routed = sum(growth.routed for growth in growths)
-    return min(1.0, sum(growth.routed_resident for growth in growths) / routed) if routed else None
+    return hit_rate(sum(growth.routed_resident for growth in growths), sum(growth.routed for growth in growths))
 
 
 def _most(growths: Sequence[_Growth], name: str) -> str:

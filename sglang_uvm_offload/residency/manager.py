@@ -157,7 +157,7 @@ class OffloadManager:
             (layer, layer.replace(of_layer.choose, of_layer.slots)) for layer, of_layer in zip(layers, chosen, strict=True)
         ]
         self.mover.move(wanted, show=True)
-        self.residents.begin_anew()
+        self.residents.restart()
 
     def follow_traffic(self, *counted: RoutingCounts) -> None:
         """Start continuous adaptation, seeded with the profile and then with ``counted``."""

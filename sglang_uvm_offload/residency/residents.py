@@ -86,9 +86,9 @@ class Residents:
     def _follow_tensors(self) -> None:
         """Start over if a weight update has replaced tensors by others with different extents."""
         if self.model.extents is not self._extents:
-            self.begin_anew()
+            self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Start from the current residents, which were changed by other means than a decision made here."""
         self._extents, self.next = self.model.extents, self.model.resident_extents()
         if self.adaptation is not None:
@@ -112,11 +112,11 @@ class Residents:
         ledger.moves += int((now & ~present).sum())
         ledger.moving_seconds += seconds
         if chosen is not None:
-            told, seen = chosen
+            title, seen = chosen
             logger.info(
                 "Expert offload: %s: hit rate of these %.1f %% before, %.1f %% after; %s of %s of residents changed in %d "
                 "layers, %s moved in %.2f s",
-                told,
+                title,
                 100 * model.hit_rate(seen, before),
                 100 * model.hit_rate(seen, now),
                 size(model.extents.total(now & ~before)),

@@ -26,12 +26,6 @@ class LayerRouting:
     lasting: bool = False
     """Whether ``ids`` has memory of its own that nothing overwrites."""
 
-    @property
-    def local_ids(self) -> torch.Tensor | None:
-        """``ids``, if they are plain ids of local experts and cover everything that the layer computes; otherwise None."""
-        plain = self.id_format is IdFormat.PLAIN and self.first_expert == 0 and self.tokens_per_expert is None
-        return self.ids if plain else None
-
     def count(self, counters: RoutingCounters, index: int, *, in_place: bool = True) -> bool:
         """Count this routing for layer ``index`` of ``counters``. ``in_place``: whether the layer reads its experts in place
         rather than from a copy. Returns False if the dispatcher exposed nothing to count."""

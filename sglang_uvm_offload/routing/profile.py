@@ -139,9 +139,9 @@ class Profile:
     @property
     def digest(self) -> str:
         """Identifies the counts and the run that saved them. VRAM splits do not change it."""
-        told = hashlib.sha256(f"{self.run} {self.seen.steps} ".encode())
-        told.update(self.seen.counts.tobytes())
-        return told.hexdigest()
+        digest = hashlib.sha256(f"{self.run} {self.seen.steps} ".encode())
+        digest.update(self.seen.counts.tobytes())
+        return digest.hexdigest()
 
     @classmethod
     def empty(cls, model: RoutedModel, run: str = "") -> Profile:
@@ -158,11 +158,11 @@ class Profile:
         except npz.NpzError as error:
             _check_format(path)  # a newer one may have other arrays
             raise ProfileError(mistaken(path, "profile") or str(error)) from error
-        told = _about(about)
-        model = RoutedModel(told.name, told.architecture, tuple(told.moe_layers), told.num_experts, told.top_k)
+        read = _about(about)
+        model = RoutedModel(read.name, read.architecture, tuple(read.moe_layers), read.num_experts, read.top_k)
         seen = _checked(model, counts, steps)
         before = None if not history else _checked(model, history[0], steps).counts
-        profile = cls(model, seen, told.run, told.ranks, dict(told.slot_shares), told.began_at, before)
+        profile = cls(model, seen, read.run, read.ranks, dict(read.slot_shares), read.began_at, before)
         return dataclasses.replace(profile, sources=frozenset({profile.digest}))
 
     def write(self, file: IO[bytes]) -> None:

@@ -18,6 +18,14 @@ from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 
 FUSED = fused_marlin_moe.fused_marlin_moe.__wrapped__
 """SGLang's plain function, because its registered operator has no CPU implementation."""
+TOP_K = 2
+
+
+def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """``[tokens, TOP_K]``: different ones of ``experts`` for each token, the same on each call."""
+    random = torch.Generator().manual_seed(tokens)
+    picks = torch.tensor(experts)
+    return torch.stack([picks[torch.randperm(len(picks), generator=random)[:TOP_K]] for _ in range(tokens)]).to(dtype)
 
 
 def on_cpu(patch: pytest.MonkeyPatch, gemm: Callable[..., torch.Tensor], fused: Callable[..., torch.Tensor] = FUSED) -> None:

@@ -22,6 +22,13 @@ def saved(path, profile):
     return path
 
 
+def save(file, seen):
+    """Saves ``seen``, counted since the start of the run, to ``file``, a ``ProfileFile``."""
+    write = file.pending(seen)
+    assert write is not None
+    write()
+
+
 def rewritten(path, **changes):
     """Rewrites the file at ``path`` with arrays replaced. ``about`` is updated, not replaced."""
     with np.load(path) as file:

@@ -14,8 +14,8 @@ PROGRAM = """
     from types import SimpleNamespace
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang_uvm_offload.plugin.slots.triton import SlotSeam
-    seam = SlotSeam()
+    from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
+    seam = TritonSlotSeam()
     seam.install(HookRegistry.register)
     load_plugins()
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig

@@ -61,7 +61,7 @@ def census(phase: str, told: Told) -> None:
 
 
 def fail_call(job: Job, rank: Rank, told: Told) -> None:
-    """Of the calls that the method ``within`` ("module:Class.method") makes, or of all."""
+    """Fail one of all CUDA calls, or of those that the method ``within`` ("module:Class.method") makes."""
     if "within" not in job:
         os.environ["STANDIN_FAIL"] = job["value"]
         return

@@ -38,7 +38,7 @@ processes may live on."""
 
 LAYERS, RESIDENT, SLOTS, EXPERTS, EXPERT_BYTES = 5, 4, 4, 16, 768 << 10
 TENSORS = 2
-"""Of a layer."""
+"""Expert tensors per layer."""
 BUFFER = EXPERTS * EXPERT_BYTES
 """A stream buffer. There are two, or one beside slots, which are too few to stream into."""
 FIRST = 9
@@ -90,7 +90,7 @@ CUDA_CALLS: dict[str, tuple[str, ...]] = {
     "stream": ("cudaLaunchKernel:1:2", "cudaEventRecord:1:2", "cudaStreamWaitEvent:1:1", "cudaMemcpyAsync:1:719!"),
 }
 MOVES = ("cudaMemPrefetchAsync:1:2", "cudaMemPrefetchAsync:2:801", "cudaMemAdvise:1:1")
-"""In the thread of moves, where a failure is told, and the engine serves on."""
+"""Calls of the mover's thread. The engine logs their failure and serves on."""
 SLOT_CALLS: dict[str, tuple[str, ...]] = {
     "load": ("cudaMemPrefetchAsync:1:2", "cudaMemAdvise:2:1"),
     "capture": ("cudaMemcpyAsync:4:2", "cudaLaunchKernel:40:2"),

@@ -92,7 +92,7 @@ class Life:
     interrupted: int = 0
     """Requests that the end of the life left without an answer."""
     status: dict[str, Any] = field(default_factory=dict)
-    """Of rank 0, as it was last seen."""
+    """The last status of rank 0."""
     samples: list[dict[str, int]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     """Processes that did not end with it."""

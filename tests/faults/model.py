@@ -15,7 +15,7 @@ TENSORS = {"w13": 512 << 10, "w2": 256 << 10}
 MASK = (1 << 32) - 1
 
 Read = Callable[[int, Sequence[int]], list[int]]
-"""Of a layer and the experts of a step's rows, by row: a checksum of each expert's bytes as the layer reads them."""
+"""Maps a layer and the experts of a step's rows to a checksum of the bytes that the layer reads for each."""
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def weights(layer: int, name: str) -> np.ndarray:
 
 
 def checksum(*addresses: int) -> int:
-    """Of one expert, whose tensors have its rows at these addresses, in the order of ``TENSORS``."""
+    """The checksum of one expert, whose rows are at these addresses, in the order of ``TENSORS``."""
     total = 0
     for address, nbytes in zip(addresses, TENSORS.values(), strict=True):
         total = zlib.crc32((ctypes.c_char * nbytes).from_address(address), total)
@@ -52,7 +52,7 @@ def route(state: int, layer: int, domain: int) -> list[int]:
 
 
 def step(states: Sequence[int], domain: int, layer_ids: Callable[[int, list[list[int]]], None], read: Read) -> list[int]:
-    """The tokens that follow ``states``. ``layer_ids(layer, ids)`` is told the routing before ``read`` is asked."""
+    """The tokens that follow ``states``. Calls ``layer_ids(layer, ids)`` with the routing before ``read``."""
     now = [*states]
     for layer in range(LAYERS):
         ids = [route(state, layer, domain) for state in now]

@@ -246,7 +246,7 @@ class Rank:
             thread.join(LAST_SECONDS)  # it would replace a file that is broken at the end, and leave nothing new to save
 
     def end(self) -> None:
-        """As a server that was asked to end: saves, and gives all memory back."""
+        """Save, and give all memory back, like a server that shuts down."""
         self.saver.finish()
         for index, module in enumerate(self.modules):
             for name in model.TENSORS:

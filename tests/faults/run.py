@@ -27,7 +27,7 @@ WORKERS = 2
 """Ranks at a time. Servers have two ranks of their own, and run alone, as engines do."""
 
 SHARES = {"ranks": 0.55, "engines": 0.2, "servers": 0.25}
-"""Of the time."""
+"""Shares of the time."""
 
 
 def main(arguments: Sequence[str]) -> int:

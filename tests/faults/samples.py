@@ -21,8 +21,8 @@ Sample = dict[str, int]
 
 
 def sample(session: int) -> Sample:
-    """Of all processes of the session: bytes of memory, open handles, threads, and files of /dev/shm that they map. (Others may
-    make files there at the same time; what stays when a server has ended is looked at then.)"""
+    """Totals over all processes of the session: bytes of memory, open handles, threads, and mapped files of /dev/shm. Other
+    files there are left out, because other programs make some too; a check after the server's end finds what stays."""
     total, mapped = dict.fromkeys(GROWTH, 0), set()
     for process in session_of(session):
         with contextlib.suppress(OSError):  # it has just ended

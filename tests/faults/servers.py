@@ -26,8 +26,8 @@ from scripts.harness.server import EngineFailed, Server, offload_state
 
 TESTS = Path(__file__).resolve().parents[1]
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = patience(240), patience(120), patience(120)
-"""The longest that a server may take to be ready or end with its reason, to answer, and to end once it was asked to or is
-broken."""
+"""The longest that a server may take to be ready or end with its reason, to answer, and to end after a signal or a
+failure."""
 
 OF_SGLANG = ("sem.", "psm_", "sgl_shm_mq_", "sglang_loads_", "multi_tokenizer_args", "torch_", "nccl-")
 """How the entries in /dev/shm begin that Python, torch and SGLang make."""
@@ -161,7 +161,7 @@ class Servers:
         return len(PROMPTS)
 
     def _end(self, server: Server, outcome: Outcome) -> None:
-        """It ends in time: by itself where it is broken, else once it is asked to."""
+        """The server ends in time: by itself where it is broken, otherwise after a signal."""
         assert server.process is not None
         if outcome.end in ("served on", "wrong answer"):
             server.process.terminate()
@@ -193,7 +193,7 @@ class Servers:
             outcome.end, outcome.detail = "leak", f"files {left}"
 
     def _restart(self, folder: Path, outcome: Outcome) -> None:
-        """The next start, on what is left: it answers, and leaves no other file than those that it was asked for."""
+        """The next start, on what is left: the server answers, and leaves only the files that its flags name."""
         saved = folder / "saved"
         if saved.is_file():
             saved.unlink()

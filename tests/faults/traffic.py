@@ -13,7 +13,7 @@ DOMAINS = ("the weather in the north", "def f(x):\n    return x", "once upon a t
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
 TOLERANCE = 1e-3
-"""Of log-probabilities: a row of a batch is summed in another order than alone."""
+"""The largest difference between equal log-probabilities: a row is summed in another order in a batch than alone."""
 
 
 class Request(NamedTuple):
@@ -23,11 +23,11 @@ class Request(NamedTuple):
 
 
 VARIANTS = 6
-"""Of each domain and kind: too many for all to stay in a server's prefix cache, so that long prompts are prefilled again."""
+"""Requests of each domain and kind: more than a server's prefix cache holds, so that long prompts are prefilled again."""
 
 
 def requests() -> list[Request]:
-    """Of each domain ``VARIANTS`` of each kind, domain after domain."""
+    """``VARIANTS`` requests of each kind for each domain, domain after domain."""
     made = []
     for words, variant in itertools.product(DOMAINS, range(VARIANTS)):
         domain = f"{variant} {words}"
@@ -49,7 +49,7 @@ def requests() -> list[Request]:
 
 
 class Interrupted(ValueError):
-    """An answer that the server began, and did not end as it was asked to."""
+    """An answer that the server began but did not complete."""
 
 
 def answer(server: Server, request: Request) -> Any:
@@ -72,7 +72,7 @@ def answer(server: Server, request: Request) -> Any:
 
 
 def _text(answers: list[dict[str, Any]]) -> list[list[Any]]:
-    """Of each, its text and the log-probabilities of its tokens."""
+    """Each answer's text and the log-probabilities of its tokens."""
     if not answers:
         raise Interrupted("no event")
     for each in answers:

@@ -16,7 +16,7 @@ class Look(NamedTuple):
     """What the scheduler saw."""
 
     checksum: str
-    """Of all experts."""
+    """Over the bytes of all experts."""
     managed_bytes: int
     failures: int
     """CUDA calls that were made to fail."""
@@ -26,7 +26,7 @@ class Look(NamedTuple):
 
 
 def looks(log: str) -> list[Look]:
-    """Those that a log shows; one a step, unless it saw the same as the one before."""
+    """The looks in a log: one per step that saw something else than the step before."""
     return [Look(one, int(two), int(three)) for one, two, three in re.findall(r"Look: (\w+) (\d+) (\d+) end", log)]
 
 

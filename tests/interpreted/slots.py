@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_uvm_offload.memory.slots import BlockLists
-from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 
 EXPERTS, SLOTS, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 8, 5, 2, 64, 32, 32
 TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
@@ -220,7 +220,7 @@ def computed(tensors: dict[str, torch.Tensor], x: torch.Tensor, topk: Any, flags
     return runner.fused_experts_none_to_triton(dispatched(x, topk), given, settings).hidden_states
 
 
-def outcome(seam: SlotSeam, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+def outcome(seam: TritonSlotSeam, kind: str, dtype: torch.dtype) -> dict[str, Any]:
     random = torch.Generator().manual_seed(1)
     tile_files(kind)
     own, flags = weights(kind, dtype, random)
@@ -274,7 +274,7 @@ def tile_files(kind: str, shape: tuple[int, int, int] = (EXPERTS, INTERMEDIATE, 
 
 def main() -> None:
     on_cpu()
-    seam = SlotSeam()
+    seam = TritonSlotSeam()
     seam.install(HookRegistry.register)
     HookRegistry.apply_hooks()
     for kind, dtype in CASES:

@@ -21,8 +21,10 @@ from builders.traces import trace
 from paths import SAFETENSORS
 
 from sglang_uvm_offload.cli import report as report_cli
+from sglang_uvm_offload.cli import server as server_cli
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.cli.report import SourceError, report_of
+from sglang_uvm_offload.cli.report import report_of
+from sglang_uvm_offload.cli.server import API_KEY, SourceError
 
 
 @pytest.mark.slow
@@ -184,7 +186,7 @@ def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, mo
 
         def log_message(self, *args: object) -> None: ...
 
-    monkeypatch.setattr(report_cli, "TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(server_cli, "TIMEOUT_SECONDS", 0.3)
     with running(Dripping) as url:
         try:
             err = refused(url, tmp_path, capsys)
@@ -195,7 +197,7 @@ def test_an_answer_that_drips_is_not_awaited_for_ever(body, tmp_path, capsys, mo
 
 @pytest.mark.slow
 def test_an_api_key_is_sent_to_the_server_alone_and_not_shown(answers, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(report_cli.API_KEY, "s3cret")
+    monkeypatch.setenv(API_KEY, "s3cret")
     sent = []
     answers["heard"] = sent.append
     answers["/server_info"] = (302, answers["url"].replace("127.0.0.1", "localhost") + "/elsewhere")
@@ -207,9 +209,9 @@ def test_an_api_key_is_sent_to_the_server_alone_and_not_shown(answers, tmp_path,
 
 @pytest.mark.parametrize("key", ["s3cret\n", "s3cret key", "s3crét"])
 def test_an_api_key_that_cannot_be_sent_is_not_shown_either(key, answers, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(report_cli.API_KEY, key)
+    monkeypatch.setenv(API_KEY, key)
     err = refused(answers["url"], tmp_path, capsys)
-    assert report_cli.API_KEY in err
+    assert API_KEY in err
     assert "s3cr" not in err
 
 
@@ -243,7 +245,8 @@ def test_a_file_that_is_missing_is_not_taken_for_an_address(source, tmp_path, ca
 
 
 def test_more_than_the_bound_is_not_read(answers, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(report_cli, "MAX_BYTES", 1 << 20)
+    for module in (report_cli, server_cli):
+        monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
     (tmp_path / "file").write_bytes(b'{"a": "' + b"x" * (1 << 20) + b'"}')
     assert "larger than 1 MiB" in refused(str(tmp_path / "file"), tmp_path, capsys)
     answers["/server_info"] = (200, b" " * ((1 << 20) + 1))

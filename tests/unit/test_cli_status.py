@@ -14,7 +14,7 @@ from builders.managers import Rank, config
 
 from sglang_uvm_offload.cli import status as status_cli
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.cli.report import API_KEY
+from sglang_uvm_offload.cli.server import API_KEY
 from sglang_uvm_offload.cli.terminal import Frames
 from sglang_uvm_offload.residency.status import OffloadStatus, RankId, SaveStatus, rank_status
 
@@ -156,9 +156,7 @@ def test_a_watch_outlasts_a_long_step_and_ends_with_the_server(server, capsys, m
     assert main(["status", server["url"], "--watch"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
-    assert (
-        err == f"the server has ended, or answers no more: {server['url']}: /expert_offload answers 500 Internal Server Error\n"
-    )
+    assert err == f"the server ended or stopped answering: {server['url']}: /expert_offload answers 500 Internal Server Error\n"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""How SGLang is asked for a model's shape, what is said where it is not known; and recorded shapes, and the page of them,
-against what publishers state."""
+"""How SGLang finds a model's shape and what errors say where it cannot. Recorded shapes, and the page of them, against what
+publishers state."""
 
 from __future__ import annotations
 

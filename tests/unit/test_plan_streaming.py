@@ -1,4 +1,4 @@
-"""Stream buffers in a plan: from how many tokens on a step streams, the VRAM that they take, and what is said of them."""
+"""Stream buffers in a plan: the tokens from which a step streams, the VRAM that the buffers take, and what plans print."""
 
 from __future__ import annotations
 

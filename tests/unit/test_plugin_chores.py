@@ -172,7 +172,7 @@ def test_a_line_that_cannot_be_made_ends_no_server(caplog):
     serving.hooks.after_idle(None, None)
     serving.now += 60
     serving.hooks.after_idle(None, None)
-    assert "logging what a minute brought failed: OSError: [Errno 24]" in caplog.text
+    assert "logging the last minute failed: OSError: [Errno 24]" in caplog.text
 
 
 def test_a_server_that_is_told_to_end_saves_at_once_and_its_log_names_no_operator(caplog):

@@ -35,10 +35,13 @@ def test_the_budget_is_of_what_is_free_when_it_is_taken_first(indexer):
 
 
 def test_a_process_without_such_a_model_or_an_sglang_that_does_not_ask_is_left_alone(indexer, monkeypatch):
+    monkeypatch.setattr(indexer, "mqa_logits_budget_bytes", lambda **given: pytest.fail("measured"))
     del indexer.Indexer._mqa_logits_budget_bytes
     take_indexer_budget()
+    assert not vars(indexer.Indexer)
     monkeypatch.delitem(sys.modules, INDEXER)
     take_indexer_budget()
+    assert INDEXER not in sys.modules
 
 
 @pytest.mark.sglang

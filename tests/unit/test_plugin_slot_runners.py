@@ -1,4 +1,4 @@
-"""Which layers compute from slots, and what is said of the others; as SGLang's own methods choose their runners."""
+"""Which layers compute from slots and why others do not, with runners that SGLang's own methods choose."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
 
 from sglang_uvm_offload.memory.slots import Rows, SlotLayer
-from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 from sglang_uvm_offload.streaming.model_slots import LayerSlots
 
 pytestmark = pytest.mark.sglang
@@ -57,8 +57,8 @@ class Layer:
         return self.device.resolved
 
 
-def seam_of(*layers: Layer) -> SlotSeam:
-    seam = SlotSeam()
+def seam_of(*layers: Layer) -> TritonSlotSeam:
+    seam = TritonSlotSeam()
     at = {address: layer.slots for layer in layers for address in layer.slots.row_bytes}
     seam.find = at.get
     seam.layers = layers  # type: ignore[attr-defined]
@@ -82,11 +82,11 @@ LISTS = (torch.arange(32), torch.tensor([1, 2, 0], dtype=torch.int32), torch.ten
 HIDDEN = torch.zeros(1, 32)
 
 
-def aligned(seam: SlotSeam) -> tuple[torch.Tensor, ...]:
+def aligned(seam: TritonSlotSeam) -> tuple[torch.Tensor, ...]:
     return seam.around_align(lambda ids, block_size, num_experts: LISTS, IDS, 16, E)
 
 
-def gemm(seam: SlotSeam, weights: torch.Tensor, filling: list[bool]) -> None:
+def gemm(seam: TritonSlotSeam, weights: torch.Tensor, filling: list[bool]) -> None:
     def original(rows: torch.Tensor, given: torch.Tensor, *more: Any, **named: Any) -> bool:
         assert (rows is HIDDEN, given is weights, more, named) == (True, True, ("bias",), {"top_k": 2})
         filling.append(any(layer.device.filling for layer in seam.layers))  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def gemm(seam: SlotSeam, weights: torch.Tensor, filling: list[bool]) -> None:
     assert seam._around_gemm(original, HIDDEN, weights, "bias", top_k=2)
 
 
-def compute(seam: SlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **tensors: Any) -> list[bool]:
+def compute(seam: TritonSlotSeam, w1: torch.Tensor, w2: torch.Tensor, *more: Any, **tensors: Any) -> list[bool]:
     """As SGLang does it: ``fused_experts`` aligns, then calls two GEMMs. Returns whether slots are being filled at each."""
     filling: list[bool] = []
 
@@ -225,7 +225,7 @@ def test_a_layer_in_a_stream_buffer_keeps_its_list(layer: Layer) -> None:
     assert len(layer.resolved) == 2
 
 
-def described(seam: SlotSeam, tensor: torch.Tensor) -> Any:
+def described(seam: TritonSlotSeam, tensor: torch.Tensor) -> Any:
     return seam._around_descriptor(kernels._get_b_tma_desc_cached, tensor, 16, 32)
 
 
@@ -243,6 +243,6 @@ def test_descriptors_span_the_slots_of_tensors_that_have_some(layer: Layer) -> N
 
 def test_the_functions_are_hooked_where_sglang_has_them() -> None:
     hooked = []
-    SlotSeam().install(lambda target, hook, kind: hooked.append(target))
+    TritonSlotSeam().install(lambda target, hook, kind: hooked.append(target))
     names = [pkgutil.resolve_name(target).__name__ for target in hooked]
     assert names == ["fused_experts", "moe_align_block_size", "invoke_fused_moe_kernel", "_get_b_tma_desc_cached"]

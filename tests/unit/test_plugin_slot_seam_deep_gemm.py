@@ -13,6 +13,7 @@ import torch
 from builders import deep_gemm, marlin
 from builders.configs import served_config
 from builders.managers import slots_on_cpu
+from builders.marlin import TOP_K, ids_of
 from sglang.srt.environ import envs
 from sglang.srt.layers.deep_gemm_wrapper import compile_utils
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
@@ -39,7 +40,7 @@ from sglang_uvm_offload.routing.counts import Phase
 
 pytestmark = pytest.mark.sglang
 
-E, S, TOP_K, HIDDEN, INTERMEDIATE = 4, 3, 2, 256, 128
+E, S, HIDDEN, INTERMEDIATE = 4, 3, 256, 128
 RUN = DeepGemmRunnerCore.run
 NAMES = DeepGemmSlotSeam.by_expert
 
@@ -145,12 +146,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
     with envs.SGLANG_DEEPGEMM_STANDARD_LAYOUT.override("compact"):
         yield lambda fp8=True: Bench(monkeypatch, fp8)
     torch.set_num_threads(threads)
-
-
-def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    random = torch.Generator().manual_seed(tokens)
-    picks = torch.tensor(experts)
-    return torch.stack([picks[torch.randperm(len(picks), generator=random)[:TOP_K]] for _ in range(tokens)]).to(dtype)
 
 
 BATCHES = {

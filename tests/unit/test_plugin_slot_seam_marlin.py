@@ -15,6 +15,7 @@ import torch
 from builders import marlin
 from builders.configs import served_config
 from builders.managers import slots_on_cpu
+from builders.marlin import TOP_K, ids_of
 from sglang.kernels.ops.moe import moe_align_single_token
 from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
 from sglang.srt.layers.moe import fused_moe_triton
@@ -45,14 +46,14 @@ from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.runners import no_slots_in
 from sglang_uvm_offload.plugin.slots.seam import Seam
-from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.placement import InitialPlacement
 from sglang_uvm_offload.routing.counts import Phase
 
 pytestmark = pytest.mark.sglang
 
-E, S, TOP_K, HIDDEN, INTERMEDIATE, GROUP = 4, 3, 2, 256, 128, 64
+E, S, HIDDEN, INTERMEDIATE, GROUP = 4, 3, 256, 128, 64
 SETTINGS = MoeRunnerConfig(num_experts=2 * E, num_local_experts=E, top_k=TOP_K, activation="silu", is_gated=True)
 
 
@@ -234,12 +235,6 @@ def load(layer: Layer) -> None:
             data.view(torch.uint8).random_(0, 256, generator=random)
 
 
-def ids_of(tokens: int, experts: tuple[int, ...] = (1, 2, 3), dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    random = torch.Generator().manual_seed(tokens)
-    picks = torch.tensor(experts)
-    return torch.stack([picks[torch.randperm(len(picks), generator=random)[:TOP_K]] for _ in range(tokens)]).to(dtype)
-
-
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Bench]]:
     """With one thread: products are small, and threads beside other processes wait for each other."""
@@ -343,7 +338,7 @@ def test_all_runners_are_followed_where_there_are_slots(monkeypatch):
     hooks = []
     scheduler_hooks.install(served_config(num_resident=1, slots=S), lambda target, hook, kind: hooks.append(hook))
     seams = {hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), Seam)}
-    assert {type(each) for each in seams} == {SlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
+    assert {type(each) for each in seams} == {TritonSlotSeam, MarlinSlotSeam, DeepGemmSlotSeam}
     slots = SimpleNamespace(at=lambda address: None)
     monkeypatch.setattr(loading_hooks, "make_slots", lambda model, backend, guess: slots)
     loading = next(hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), loading_hooks.LoadingHooks))

@@ -1,4 +1,4 @@
-"""Noticing that residents were evicted: what is looked at, what is said, and when."""
+"""Detecting evicted residents: which blocks are checked, what is logged, and when."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from builders.profiles import MODEL, rewritten, saved, some
+from builders.profiles import MODEL, rewritten, save, saved, some
 
 from sglang_uvm_offload.cli.main import main
 from sglang_uvm_offload.files import lock
@@ -33,12 +33,6 @@ def files(path, run, began_at, history=None, nodes=2):
         ProfileFile(path, history, run, LAYERS, f"tp{node}", began_at=began_at, node=node if nodes > 1 else None)
         for node in range(nodes)
     ]
-
-
-def save(file, seen):
-    write = file.pending(seen)
-    assert write is not None
-    write()
 
 
 def serve(path, run, began_at, nodes=2):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.profiles import rewritten, saved
+from builders.profiles import rewritten, save, saved
 
 from sglang_uvm_offload.files.atomic import WriteRefused
 from sglang_uvm_offload.files.autosave import Saver
@@ -27,12 +27,6 @@ WHOLE = ([1, 2], "all")
 
 def ones(layers=2, experts=4, steps=(1, 2), times=1):
     return RoutingCounts(np.full((layers, 2, 2, experts), times, dtype=np.int64), steps)
-
-
-def save(file, seen):
-    write = file.pending(seen)
-    assert write is not None
-    write()
 
 
 def saves(path, run="now"):

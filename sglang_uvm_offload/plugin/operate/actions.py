@@ -114,4 +114,4 @@ def perform(action: Action, manager: OffloadManager, savers: Sequence[Saver]) ->
 
 
 END: dict[str, int] = {KEY: len(Action)}
-"""The message that the server was told to end. It is not an action that operators can request."""
+"""The message that the server is shutting down. It is not an action that operators can request."""

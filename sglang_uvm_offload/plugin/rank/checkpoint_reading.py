@@ -43,7 +43,7 @@ def around_threads(original: Callable[..., Weights], files: Sequence[str], *args
     chosen = any(map(kwargs.get, CHOICES)) or any(name in extra for name in EXTRA_CHOICES)
     if chosen or is_cached(files):
         return original(files, *args, **kwargs)
-    return touched(asked_for(files))
+    return touched(read_ahead(files))
 
 
 def touched(weights: Weights) -> Weights:
@@ -55,7 +55,7 @@ def touched(weights: Weights) -> Weights:
             yield weight
 
 
-def asked_for(files: Sequence[str]) -> Weights:
+def read_ahead(files: Sequence[str]) -> Weights:
     """The weights of all files, with kernel read-ahead of the bytes that follow each."""
     world = get_world_group()
     ranks = max(1, world.world_size // get_server_args().nnodes)

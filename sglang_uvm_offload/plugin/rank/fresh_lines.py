@@ -1,5 +1,5 @@
-"""This plugin's log lines start on a line of their own while SGLang draws a progress bar, as it reads weights and captures
-graphs: what a hook finds out there would land in the bar's line."""
+"""Starts the plugin's log lines on a new line while SGLang draws a progress bar for reading weights or capturing graphs.
+Otherwise a hook's message would be appended to the bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FreshLines(logging.Handler):
 
 
 def install() -> None:
-    """For the log of this plugin alone, once a process."""
+    """Add the handler to the plugin's own logger, once per process."""
     logger = logging.getLogger("sglang_uvm_offload")
     if not any(isinstance(handler, FreshLines) for handler in logger.handlers):
         logger.addHandler(FreshLines())

@@ -191,7 +191,7 @@ class OperatingHooks:
         if self.metrics is not None:
             self.chores.run("publishing metrics", self.metrics.publish_if_due)
         self.chores.run("reading the routing counts", self.rank.manager.poll_if_due)
-        self.chores.run("logging what a minute brought", self._log_minute)
+        self.chores.run("logging the last minute", self._log_minute)
         for saver in self.rank.savers:
             saver.save_if_due()
 
@@ -199,7 +199,7 @@ class OperatingHooks:
         if self.metrics is not None:
             self.chores.run("publishing metrics", self.metrics.publish_when_idle)
         self.chores.run("reading the routing counts", self.rank.manager.poll_when_idle)
-        self.chores.run("logging what a minute brought", self._log_minute)
+        self.chores.run("logging the last minute", self._log_minute)
         for saver in self.rank.savers:
             saver.save_when_idle()
 

@@ -19,7 +19,7 @@ from sglang_uvm_offload.plugin.rank.start_clock import StartClock, StartPhase
 from sglang_uvm_offload.plugin.slots.deep_gemm import DeepGemmSlotSeam
 from sglang_uvm_offload.plugin.slots.marlin import MarlinSlotSeam
 from sglang_uvm_offload.plugin.slots.seam import Seam
-from sglang_uvm_offload.plugin.slots.triton import SlotSeam
+from sglang_uvm_offload.plugin.slots.triton import TritonSlotSeam
 from sglang_uvm_offload.residency.manager import OffloadManager
 from sglang_uvm_offload.residency.rearranging import Rearranging
 from sglang_uvm_offload.routing.profile import Profile, RoutedModel
@@ -37,7 +37,7 @@ class RankState:
         self.start = StartClock(config.began_at)
         self.layer_hooks = LayerHooks(counting_flags(config), self.recording, compiled, self.start.timing)
         self.tables = TableHooks(lambda: self.manager.memory, self.start.timing)
-        self.seams: tuple[Seam, ...] = (SlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
+        self.seams: tuple[Seam, ...] = (TritonSlotSeam(), MarlinSlotSeam(), DeepGemmSlotSeam())
         self.scheduler: Any = None
         """SGLang's scheduler, once it is built."""
         self.slots: ModelSlots | None = None

@@ -23,7 +23,7 @@ _GEMM = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.invoke_fused_mo
 _DESCRIPTOR = "sglang.kernels.ops.moe.fused_moe_triton_kernels._get_b_tma_desc_cached"
 
 
-class SlotSeam(ExpertCalls):
+class TritonSlotSeam(ExpertCalls):
     """The Triton hooks. They track calls of SGLang's ``fused_experts``."""
 
     first = ("hidden_states", "w1", "w2", "topk_output", "moe_runner_config")
