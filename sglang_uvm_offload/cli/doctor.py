@@ -7,10 +7,12 @@ import importlib.util
 import os
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from sglang_uvm_offload.cli.terminal import complain, say
+from sglang_uvm_offload.files.kinds import NO_GGUF, kind_of
 from sglang_uvm_offload.memory.host_ram import host_available
 from sglang_uvm_offload.units import size
 
@@ -110,6 +112,10 @@ def examine_launch(arguments: list[str]) -> Diagnosis:
     from sglang_uvm_offload.plugin.dry_launch import Launch
 
     launch = Launch(arguments)
+    model = launch.args.model_path
+    if model and (kind := kind_of(Path(model))) and kind.remedy == NO_GGUF:
+        found.bad(f"--model-path {model}: this is {kind.what}; {NO_GGUF}")
+        return found
     if absent := launch.unreadable_models():
         found.bad(*absent)
         return found

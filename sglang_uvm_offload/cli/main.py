@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from sglang_uvm_offload import __version__
@@ -23,6 +24,14 @@ SUBCOMMANDS = {
     "run": "run one of SGLang's tools that take the arguments of a launch, such as sglang.compile_deep_gemm",
 }
 """Each subcommand is a module of this package with ``add_arguments`` and ``run``."""
+
+OTHERS_NAMES = {
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "--context-length"),
+    **dict.fromkeys(("-np", "--parallel", "--max-running-requests"), "--requests"),
+    **dict.fromkeys(("-ctk", "--cache-type-k"), "--kv-cache-dtype"),
+    "--expert-offload-num-resident": "--num-resident",
+}
+"""Names of flags elsewhere, where spelling does not lead to the one of ``plan``."""
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """The exit codes that a shell reports for SIGINT and SIGPIPE."""
@@ -41,7 +50,22 @@ class Subcommand(Parser):
         command = importlib.import_module(f"sglang_uvm_offload.cli.{self.prog.split()[-1]}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hint = (
+                "; give a launch's arguments after --, as in doctor -- --model-path MODEL"
+                if self.prog.endswith(" doctor")
+                else ""
+            )
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint or self._nearest(unknown)}")
+        return found, unknown
+
+    def _nearest(self, unknown: list[str]) -> str:
+        """The flag that the first unknown one may stand for, as a question; "" if none is like it."""
+        first = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        meant = [OTHERS_NAMES[first]] if OTHERS_NAMES.get(first) in flags else get_close_matches(first, flags, 1)
+        return f"; did you mean {meant[0]}?" if meant else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,11 +96,8 @@ def _command(argv: list[str] | None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Subcommand)
     for name, help in SUBCOMMANDS.items():
-        commands.add_parser(name, help=help)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = "; give a launch's arguments after --, as in doctor -- --model-path MODEL" if args.command == "doctor" else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        commands.add_parser(name, help=help, allow_abbrev=False)
+    args = parser.parse_args(argv)
     return args.run(args)
 
 

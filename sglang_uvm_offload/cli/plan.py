@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from sglang_uvm_offload.plan.safetensors_header import CheckpointError
 from sglang_uvm_offload.residency.demand import DEFAULT_KV_TOKENS
 from sglang_uvm_offload.residency.slot_split import Slots
 
+PROG = "sglang-uvm-offload plan"
 MAX_COUNT = (1 << 31) - 1
 """The upper limit of every count, beyond any machine or model."""
 
@@ -65,24 +67,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--host-gbps", type=_number(1e6), help="nominal GB/s of host memory, to compare with a CPU engine")
     machine.add_argument("--tflops", type=_number(1e6), help="dense bfloat16 TFLOPS of one GPU")
     ranks = parser.add_argument_group("parallelism (SGLang's flags of the same names)")
-    ranks.add_argument("--tp-size", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
-    ranks.add_argument("--ep-size", type=_count, default=1)
-    ranks.add_argument("--pp-size", type=_count, default=1)
-    ranks.add_argument("--dp-size", type=_count, default=1)
+    ranks.add_argument("--tp-size", "--tp", type=_count, help="default: all GPUs, divided by --pp-size and replicas")
+    ranks.add_argument("--ep-size", "--ep", type=_count, default=1)
+    ranks.add_argument("--pp-size", "--pp", type=_count, default=1)
+    ranks.add_argument("--dp-size", "--dp", type=_count, default=1)
     ranks.add_argument("--enable-dp-attention", action="store_true")
     work = parser.add_argument_group("workload")
     work.add_argument(
         "--num-resident",
         type=_option("num_resident"),
         metavar="N",
-        help="resident experts per MoE layer; default: the most that fit",
+        help="experts of each MoE layer to keep in VRAM for good, besides slots; default: all that fit, as residents or slots",
     )
     work.add_argument(
         "--slots",
         type=_option("slots"),
         metavar="auto|S",
-        help="--expert-offload-slots: slots per MoE layer, in addition to N, or a part of what fits without --num-resident; "
-        "auto (default): what a launch without a profile chooses",
+        help="--expert-offload-slots: VRAM for this many more experts of each MoE layer, copied there as they are used; "
+        "without --num-resident, it is a part of what fits; auto (default): what a launch without a profile chooses",
     )
     work.add_argument(
         "--context-length", type=_count, help=f"tokens per request; default: the model's limit, at most {DEFAULT_KV_TOKENS}"
@@ -126,7 +128,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="SGLang's flag: keep the n-gram tables of Qwen4-Exp in host RAM (default: SGLang's choice)",
     )
-    kept.add_argument("--ple-offload-backend", choices=tuple(BACKENDS), default="pinned", help="SGLang's flag: where to")
+    kept.add_argument(
+        "--ple-offload-backend",
+        choices=tuple(BACKENDS),
+        default="pinned",
+        help=f"SGLang's flag: where {PLE_FLAG} keeps them, in pinned memory or in a file",
+    )
     kept.add_argument(
         "--lookup-tables", choices=TABLES, default="vram", help=f"{TABLES_FLAG}: where to keep LongCat's n-gram tables"
     )
@@ -153,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         machine = _machine(args)
         model = _model(args.model, args.quantization)
     except (CheckpointError, MachineError) as error:
-        complain(f"error: {error}")
+        complain(f"{PROG}: error: {error}")
         return 2
     groups = args.pp_size * (1 if args.enable_dp_attention else args.dp_size)
     parallel = Parallel(
@@ -179,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     if args.read_efficiency is not None:
         assumed = dataclasses.replace(assumed, read_efficiency=args.read_efficiency)
     if wrong := _table_problem(args, model):
-        complain(f"error: {wrong}")
+        complain(f"{PROG}: error: {wrong}")
         return 2
     place = _tables_in(args, model)
     case = Case(
@@ -259,7 +266,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > 10 or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MAX_COUNT}{_such_as(text, MAX_COUNT)}")
     return int(text)
 
 
@@ -270,9 +277,23 @@ def _number(most: float, zero: bool = False) -> Callable[[str], float]:
         with contextlib.suppress(ValueError):
             if 0 <= float(text) <= most and (zero or float(text)):
                 return float(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'from' if zero else 'above'} 0 to {most:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number {'from' if zero else 'above'} 0 to {most:.15g}{_such_as(text, most)}"
+        )
 
     return read
+
+
+def _such_as(text: str, most: float) -> str:
+    """The number that ``text`` may stand for, such as 256 for "256GB", 32768 for "32k" and 0.96 for "96" of at most 1."""
+    parts = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z%]*)", text.replace(",", ""), flags=re.IGNORECASE)
+    if parts is None:
+        return ""
+    value, unit = float(parts[1]), parts[2].lower()
+    if most == 1:
+        return f" ({value / 100:g} for {value:g} %)" if 1 < value <= 100 else ""
+    value *= 1024 if unit == "k" else 1
+    return f" (such as {value:.15g})" if 0 < value <= most else ""
 
 
 def _option(name: str) -> Callable[[str], Any]:

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="URL",
-        help=f"URL of a running server; if it needs an API key, set {API_KEY} in the environment",
+        help="URL of a running server, such as http://127.0.0.1:30000; if it needs an API key, set "
+        f"{API_KEY} in the environment",
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(

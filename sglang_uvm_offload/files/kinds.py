@@ -36,8 +36,10 @@ CHECKPOINT = FileKind("a checkpoint folder", "plan")
 _UNKNOWN = "text"
 """In place of the command that reads a text file of no known kind: ``plan`` and ``report`` say themselves what they miss."""
 
+NO_GGUF = "this plugin cannot serve GGUF; give `plan` the config.json of an AWQ, GPTQ, FP8 or FP4 version of the model"
+
 _MAGIC = (
-    (b"GGUF", FileKind("a GGUF file", remedy="`plan` reads the config.json of the original checkpoint")),
+    (b"GGUF", FileKind("a GGUF file", remedy=NO_GGUF)),
     (b"PAR1", FileKind("a Parquet file", remedy=conversion.BY_HAND)),
     (b"\x1f\x8b", FileKind("a gzip archive", remedy="unpack it first")),
     (b"\x28\xb5\x2f\xfd", FileKind("a zstd archive", remedy="unpack it first")),
@@ -81,6 +83,8 @@ def kind_of(path: Path) -> FileKind | None:
 def _of_folder(path: Path) -> FileKind | None:
     names = os.listdir(path)
     checkpoint = "config.json" in names or any(name.endswith(".safetensors") for name in names)
+    if not checkpoint and any(name.endswith(".gguf") for name in names):
+        return FileKind("a folder with GGUF files", remedy=NO_GGUF)
     return CHECKPOINT if checkpoint else None
 
 

@@ -139,6 +139,6 @@ def _cpu_engine(plan: Plan) -> list[str]:
         return []
     rates = {s.requests: f"{s.cpu_engine_tokens_s:.1f} tok/s with {counted(s.requests, 'request')}" for s in plan.speeds}
     return [
-        f"CPU engine, for comparison: {', '.join(rates.values())}, if it reads active experts at {machine.host_gbps:g} GB/s x "
-        f"{share} (published: {CPU_ENGINES})"
+        f"CPU engine, for comparison: {', '.join(rates.values())}, with {plan.rows} of {plan.num_experts} experts a layer in "
+        f"VRAM, if it reads the other active ones at {machine.host_gbps:g} GB/s x {share} (published: {CPU_ENGINES})"
     ]

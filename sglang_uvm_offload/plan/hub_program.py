@@ -62,9 +62,13 @@ def _states_quantization(config: dict[str, Any]) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of the error."""
+    """The first sentence of the error, or what it means."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"it is larger than {MAX_JSON_BYTES >> 20} MiB"
+    if isinstance(error, (LocalEntryNotFoundError, RepositoryNotFoundError)):
+        return "no connection to the Hub, or no such model"
     sentence = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {sentence}"[:LONGEST_REASON]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 DTYPE_BYTES = {"auto": 2, "bfloat16": 2, "bf16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes per value of a ``--kv-cache-dtype``. ``auto`` is the model's own two-byte type; SGLang may choose a smaller one."""
+FP8 = "fp8_e4m3"
 DTYPES = tuple(name for name in DTYPE_BYTES if name != "float16")
 """The values that SGLang's flag takes."""
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from sglang_uvm_offload.memory.host_ram import host_available
@@ -73,6 +74,7 @@ class Machine:
     """Published rates of links of this kind; None if ``link_gbps`` is this machine's own."""
     measured: LinkRates | None = None
     """Rates that a server has measured while all its GPUs read; ``link_gbps`` is then the copy engine's rate."""
+    host_gbps_assumed: bool = False
 
     @property
     def slowest(self) -> Machine | None:
@@ -91,7 +93,7 @@ def preset(name: str) -> Machine:
     kind = kind_of(match.group(2)) if match else None
     if match is None or kind is None or not int(match.group(1)):
         raise MachineError(
-            f"--machine {name!r}: must be a count, an x and a GPU, such as {', '.join(EXAMPLES[:3])}; known are "
+            f"--machine {name!r}: {_meant(name)}must be a count, an x and a GPU, such as {', '.join(EXAMPLES[:3])}; known are "
             f"{', '.join(GPUS)}; describe another machine by {', '.join(_REQUIRED[:-1])} and {_REQUIRED[-1]}"
         )
     gpus, gpu = int(match.group(1)), GPUS[kind]
@@ -112,7 +114,16 @@ def preset(name: str) -> Machine:
         host_gbps,
         gpu.one_memory,
         link=gpu.link,
+        host_gbps_assumed=not gpu.host_gbps,
     )
+
+
+def _meant(name: str) -> str:
+    """The nearest machine to a misspelt name, as the start of a sentence; "" if there is none."""
+    count, gpu = re.fullmatch(r"(?:(\d{1,3})\s*x)?(.*)", name, flags=re.IGNORECASE | re.DOTALL).groups()  # type: ignore[union-attr]
+    gpu = re.sub(r"NVIDIA-|GEFORCE-", "", "-".join(gpu.upper().split()))
+    near = kind_of(gpu) or next(iter(get_close_matches(gpu, GPUS, 1)), None)
+    return f"did you mean {int(count or 1) or 1}x{near}? It " if near else ""
 
 
 def of_gpus(gpus: Sequence[tuple[str, int]], integrated: bool = False) -> Machine:
@@ -154,6 +165,8 @@ def describe(base: Machine | None, figures: Mapping[str, float | None]) -> Machi
     elif values:
         base = dataclasses.replace(base, name=f"{base.name}, adjusted", source=f"{base.source}; as given: {', '.join(values)}")
     machine = dataclasses.replace(base, **values)
+    if "host_gbps" in values:
+        machine = dataclasses.replace(machine, host_gbps_assumed=False)
     if "link_gbps" in values:
         machine = dataclasses.replace(machine, link=None, measured=None)
     missing = [flag for flag, field in zip(_REQUIRED, FIGURES.values(), strict=False) if not getattr(machine, field) > 0]

@@ -196,6 +196,8 @@ class Plan:
     """Whether the launch needs this plugin."""
     plain: Plain | None = None
     """SGLang without offloading, None if VRAM does not hold every expert."""
+    plain_fp8: Plain | None = None
+    """The same with the KV cache in FP8, where only that makes it fit."""
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     @property

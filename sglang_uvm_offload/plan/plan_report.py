@@ -8,15 +8,19 @@ from itertools import groupby
 from sglang_uvm_offload.plan.decision import decision
 from sglang_uvm_offload.plan.draft_cost import fastest_drafts
 from sglang_uvm_offload.plan.explanation import explanation
+from sglang_uvm_offload.plan.machine import Machine
 from sglang_uvm_offload.plan.outcome import Plan, Speed
 from sglang_uvm_offload.plan.speed import HIDING_CHUNKS
-from sglang_uvm_offload.plan.text_table import between, counted, table
+from sglang_uvm_offload.plan.text_table import between, counted, table, two_digits
 from sglang_uvm_offload.units import size
 
 LAUNCH = "python -m sglang.launch_server"
 LAUNCH_COLUMNS = 100
 
-ROWS = ("of resident: of the speed with all experts in VRAM.",)
+ROWS = (
+    "of resident: of the speed with all experts in VRAM.",
+    "Predictions of prefill are optimistic: docs/benchmarks.md.",
+)
 """What the columns of the predicted speeds are."""
 
 
@@ -59,7 +63,7 @@ def _setup(plan: Plan) -> str:
             (
                 "machine",
                 f"{machine.name}: {counted(machine.gpus, 'GPU')} of {size(machine.vram_bytes)}, host RAM "
-                f"{size(machine.host_bytes)}; {ranks}{' (attention)' if p.dp_attention else ''}",
+                f"{size(machine.host_bytes)}{_host_rate(machine)}; {ranks}{' (attention)' if p.dp_attention else ''}",
             ),
             (
                 "to serve",
@@ -68,6 +72,13 @@ def _setup(plan: Plan) -> str:
             ),
         ]
     )
+
+
+def _host_rate(machine: Machine) -> str:
+    """The rate that decides the comparison with an engine on the CPU."""
+    if not machine.host_gbps:
+        return ", its rate unknown (--host-gbps)"
+    return f" at {machine.host_gbps:.0f} GB/s{' (assumed; --host-gbps)' if machine.host_gbps_assumed else ''}"
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -93,14 +104,22 @@ def _memory(plan: Plan) -> list[str]:
 
 def _outcome(plan: Plan) -> str:
     if plan.num_resident is not None:
-        slots = f", and {counted(plan.slots, 'slot')}" if plan.slots else ""
-        share = f"{plan.rows / plan.num_experts:.0%}{' together' if plan.slots else ''}"
-        fits = f"It fits: {plan.num_resident} of {plan.num_experts} experts a layer resident{slots} ({share})."
-        return "\n".join([fits, *(["But this plan is useless:"] if plan.useless else []), *(f"  - {r}" for r in plan.useless)])
+        return "\n".join(
+            [_fits(plan), *(["But this plan is useless:"] if plan.useless else []), *(f"  - {r}" for r in plan.useless)]
+        )
     lines = ["It does not fit:", *(f"  - {problem}" for problem in plan.problems)]
     if plan.needs:
         lines += ["Any of these would be enough:", *(f"  - {need}" for need in plan.needs)]
     return "\n".join(lines)
+
+
+def _fits(plan: Plan) -> str:
+    """How many experts VRAM holds, and how."""
+    of, share = f"of {plan.num_experts} experts a layer", f"({plan.rows / plan.num_experts:.0%})"
+    if not plan.slots:
+        return f"It fits: {plan.num_resident} {of} resident {share}."
+    how = f"{plan.num_resident} resident and {plan.slots} as slots" if plan.num_resident else "all as slots"
+    return f"It fits: VRAM for {plan.rows} {of} {share}, {how}."
 
 
 def _speed(speeds: Sequence[Speed]) -> str:
@@ -116,7 +135,7 @@ def _speed(speeds: Sequence[Speed]) -> str:
                 f"{between(high.missed_bytes / 1e6, low.missed_bytes / 1e6, '.0f')} MB",
                 f"{between(low.least.decode_tokens_s, high.decode_tokens_s, '.1f')} tok/s",
                 between(low.least.decode_ratio, high.decode_ratio, ".0%"),
-                f"{between(low.least.prefill_tokens_s, high.prefill_tokens_s, '.0f')} tok/s",
+                f"{between(two_digits(low.least.prefill_tokens_s), two_digits(high.prefill_tokens_s), '.0f')} tok/s",
                 between(low.least.prefill_ratio, high.prefill_ratio, ".0%"),
             )
         )

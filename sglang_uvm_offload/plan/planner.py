@@ -11,6 +11,7 @@ from sglang_uvm_offload.config import AUTO
 from sglang_uvm_offload.flags import FlagError, flag_name
 from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.draft_cost import draft_note, draft_speeds
+from sglang_uvm_offload.plan.kv_cache import DTYPE_BYTES, FP8
 from sglang_uvm_offload.plan.launch_flags import environment, flags, offloads
 from sglang_uvm_offload.plan.lookup_tables import MANAGED, table_note
 from sglang_uvm_offload.plan.machine import Machine
@@ -73,7 +74,8 @@ def plan(case: Case, hit_rate: float | None = None) -> Plan:
         host_needed=case.host_need(division).total,
         notes=tuple(_notes(case)),
         problems=tuple(problems),
-        plain=_plain(case),
+        plain=(plain := _plain(case)),
+        plain_fp8=None if plain else _plain_fp8(case),
     )
     if problems:
         mended = case.num_resident is None and not case.machine.one_memory  # a number is answered with one that fits
@@ -111,6 +113,12 @@ def _plain(case: Case) -> Plain | None:
     known = case.machine.link_gbps > 0
     rate = _speed(whole, every, requests, "all in VRAM", 1.0).decode_tokens_s if known else 0.0
     return Plain(whole.fraction, rate, flags(whole, every), environment(whole))
+
+
+def _plain_fp8(case: Case) -> Plain | None:
+    """The same with half the KV cache, if the workload has 16 bits; None if that does not make it fit."""
+    work = dataclasses.replace(case.workload, kv_cache_dtype=FP8)
+    return _plain(dataclasses.replace(case, workload=work)) if DTYPE_BYTES[case.workload.kv_cache_dtype] == 2 else None
 
 
 def _notes(case: Case) -> list[str]:

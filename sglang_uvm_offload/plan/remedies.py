@@ -58,8 +58,8 @@ def _more_gpus(case: Case) -> Iterator[tuple[str, Case]]:
             machine = dataclasses.replace(case.machine, gpus=parallel.ranks)
             wider = dataclasses.replace(case, parallel=parallel, machine=machine)
             if not shape_problems(wider) and (host := _host_gib(wider)):
-                text = f"{parallel.ranks} such GPUs with {rank_flags(parallel)}, and {host} GiB of host RAM"
-                yield text, _with_host(wider, host)
+                gpus = f"{parallel.ranks} GPUs of {machine.vram_bytes / GIB:.0f} GiB, as now"
+                yield f"{gpus}, with {rank_flags(parallel)} and {host} GiB of host RAM", _with_host(wider, host)
                 return
 
 

@@ -11,6 +11,11 @@ def between(least: float, most: float, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def two_digits(value: float) -> float:
+    """``value`` rounded to two significant digits."""
+    return float(f"{value:.2g}")
+
+
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("s" if count != 1 else "")
 

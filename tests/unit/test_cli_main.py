@@ -15,6 +15,7 @@ from builders.profiles import saved, some
 from sglang_uvm_offload.cli import doctor, profile
 from sglang_uvm_offload.cli import main as cli
 from sglang_uvm_offload.cli.main import main
+from sglang_uvm_offload.files.kinds import NO_GGUF
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 
@@ -81,6 +82,14 @@ def test_a_library_that_is_not_installed_is_named(command, library, monkeypatch,
         ([], "the following arguments are required: command"),
         (["plan"], "the following arguments are required: model"),
         (["replay", "x", "--residency", "half"], "invalid float value: 'half'"),
+        (["plan", "m", "--host-ram", "256"], "unrecognized arguments: --host-ram 256; did you mean --host-gb?"),
+        (["plan", "m", "--ctx-size=8192"], "unrecognized arguments: --ctx-size=8192; did you mean --context-length?"),
+        (["plan", "m", "--context", "8192"], "unrecognized arguments: --context 8192; did you mean --context-length?"),
+        (["plan", "m", "--context-length", "32k"], "(such as 32768)"),
+        (["plan", "m", "--context-length", "32,768"], "(such as 32768)"),
+        (["plan", "m", "--host-gb", "256GB"], "(such as 256)"),
+        (["plan", "m", "--mem-fraction-static", "96"], "(0.96 for 96 %)"),
+        (["plan", "m", "--mem-fraction-static", "96%"], "(0.96 for 96 %)"),
     ],
 )
 def test_arguments_that_cannot_be_parsed_are_one_line_and_where_the_help_is(words, error, capsys):
@@ -138,6 +147,33 @@ def test_launch_arguments_without_the_dashes_are_told_where_to_go(capsys):
         said = capsys.readouterr().err
         assert "unrecognized arguments: --model-path" in said
         assert (hint in said) == hinted
+
+
+@pytest.mark.parametrize("words", [("--zzz",), ("--host-gb", "many"), ("--gpus", "0")])
+def test_nothing_is_suggested_where_nothing_is_near(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "m", *words])
+    said = capsys.readouterr().err
+    assert "did you mean" not in said
+    assert "such as" not in said
+
+
+def test_ranks_have_sglangs_short_flags_as_well(capsys):
+    command = ["plan", str(MODELS / "gpt-oss-120b.json"), "--machine", "8xH20", "--json"]
+    said = []
+    for flag in ("--tp", "--tp-size"):
+        assert main([*command, flag, "2"]) == 0
+        said.append(json.loads(capsys.readouterr().out)["parallel"])
+    assert said[0] == said[1]
+    assert said[0]["tp"] == 2
+
+
+@pytest.mark.sglang
+def test_the_doctor_says_that_gguf_is_not_served(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    for model in (tmp_path / "model.gguf", tmp_path):
+        found = doctor.examine_launch(["--model-path", str(model), "--expert-offload-num-resident", "auto", "--device", "cpu"])
+        assert any(line.startswith(f"--model-path {model}: this is ") and NO_GGUF in line for line in found.problems)
 
 
 def test_the_doctor_lists_that_sglang_cannot_be_imported(monkeypatch, capsys):

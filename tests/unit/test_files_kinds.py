@@ -195,7 +195,7 @@ def test_no_pickle_is_loaded(tmp_path, capsys):
         (b"[1, 2]", "JSON with lists; `replay` reads"),
         (b"PAR1" + bytes(20), "a Parquet file; `replay` reads"),
         (b"\x1f\x8b" + bytes(20), "a gzip archive; unpack it first"),
-        (b"GGUF" + bytes(20), "a GGUF file; `plan` reads the config.json of the original"),
+        (b"GGUF" + bytes(20), "a GGUF file; this plugin cannot serve GGUF; give `plan`"),
         ((60).to_bytes(8, "little") + b'{"a": {}}', "a safetensors file; give `plan` the checkpoint's folder"),
         (b'{"weight_map": {}}', "the index of a checkpoint's weights; give `plan` its folder"),
         (b"<!doctype html>", "an HTML or XML page"),
@@ -204,6 +204,16 @@ def test_no_pickle_is_loaded(tmp_path, capsys):
 def test_other_files_are_named(content, what, tmp_path):
     (tmp_path / "file").write_bytes(content)
     assert mistaken(tmp_path / "file", "replay").startswith(f"this is {what}")
+
+
+def test_a_folder_of_gguf_files_without_a_config_is_refused_as_one_is(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
+    said = mistaken(tmp_path, "plan")
+    assert said.startswith(
+        "this is a folder with GGUF files; this plugin cannot serve GGUF; give `plan` the config.json of an AWQ"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert not mistaken(tmp_path, "plan")
 
 
 def test_a_damaged_file_gives_a_kind_or_none(tmp_path):

@@ -118,7 +118,9 @@ def test_what_sglang_says_is_one_line_and_kept_for_this_process_alone(
     for _ in range(2):
         assert main(["plan", str(QWEN3), "--machine", "1xH200"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: SGLang does not build the model: ValueError: one ?[2Jtwo three ")
+        assert line.startswith(
+            "sglang-uvm-offload plan: error: SGLang does not build the model: ValueError: one ?[2Jtwo three "
+        )
         assert len(line) < 400
     with pytest.raises(NoExperts, match="no routed experts"):
         shape_of(QWEN3, dtype="float16")

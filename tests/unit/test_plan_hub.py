@@ -118,7 +118,9 @@ def test_a_model_that_sglang_has_no_class_for_is_one_line(server, tmp_path):
     ended = planned("maker/unknown", server.env(tmp_path))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert re.fullmatch(r"error: SGLang \S+ has no class for the model, whose config names \['NewMoe'\]", line)
+    assert re.fullmatch(
+        r"sglang-uvm-offload plan: error: SGLang \S+ has no class for the model, whose config names \['NewMoe'\]", line
+    )
 
 
 @pytest.mark.slow
@@ -129,8 +131,10 @@ def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, 
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(
-        f"error: {name}: there is no such path, and its config.json cannot be read from the Hugging Face Hub ("
+        f"sglang-uvm-offload plan: error: {name}: there is no such path, and its config.json cannot be read from the Hugging "
+        "Face Hub ("
     )
+    assert "Hub (no connection to the Hub, or no such model)" in line
     assert f"run hf download {name} config.json --local-dir DIR" in line
     assert "give DIR/config.json" in line
 

@@ -21,6 +21,23 @@ def test_a_preset_is_a_count_and_a_gpu(wrong):
     assert all(known in str(refused.value) for known in (repr(wrong), *GPUS, "--vram-gb", "--tflops"))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("4x4900", "4x4090"),
+        ("4x RTX 4090", "4x4090"),
+        ("4 x NVIDIA GeForce RTX 4090", "4x4090"),
+        ("4090", "1x4090"),
+        ("2x A100 80GB", "2xA100-80GB"),
+        ("0xH20", "1xH20"),
+    ],
+)
+def test_the_machine_that_was_meant_is_named(wrong, meant):
+    with pytest.raises(MachineError, match=rf"did you mean {meant}\?"):
+        preset(wrong)
+    assert preset(meant)
+
+
 @pytest.mark.parametrize("kind", GPUS)
 def test_every_known_gpu_is_a_machine_in_any_number_and_case(kind):
     """Each rate has an address; where no worst one is published, the source says that ours is nominal."""

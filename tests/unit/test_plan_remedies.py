@@ -23,11 +23,11 @@ def followed(asked, need):
     if vram := re.match(r"GPUs of (\d+) GiB each \((\S+)( or \S+)?\)", need):
         assert int(vram[1]) <= GPUS[vram[2]].memory_mib >> 10, "of a kind that exists"
         where = dataclasses.replace(where, vram_bytes=int(vram[1]) * GIB)
-    if gpus := re.match(r"(\d+) such GPUs", need):
+    if gpus := re.match(r"(\d+) GPUs of \d+ GiB, as now", need):
         where = dataclasses.replace(where, gpus=int(gpus[1]))
     if "--tp-size" in flags:
         sizes = {name: int(flags.get(f"--{name}-size", 1)) for name in ("tp", "ep")}
-        pp = int(flags.get("--pp-size", asked.parallel.pp if "such GPUs" in need else 1))
+        pp = int(flags.get("--pp-size", asked.parallel.pp if "as now" in need else 1))
         parallel = dataclasses.replace(parallel, **sizes, pp=pp)
     if "--max-total-tokens" in flags:
         work = dataclasses.replace(work, max_total_tokens=int(flags["--max-total-tokens"]))

@@ -105,7 +105,7 @@ def test_the_report_shows_slots():
     found = ask(Slots(40))
     text = render(found, explain=True)
     assert found.num_resident == found.rows - 40
-    assert f"It fits: {found.num_resident} of 256 experts a layer resident, and 40 slots (" in text
+    assert f"It fits: VRAM for {found.rows} of 256 experts a layer (" in text
     assert "slots need SGLang's Triton, Marlin or DeepGEMM MoE runner" in text
     assert {"--expert-offload-slots 40", f"--expert-offload-num-resident {found.num_resident}"} < set(found.flags)
     assert "\n  slots  " in text

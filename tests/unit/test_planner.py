@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from builders.plans import MODELS, case, machine, model, planned, run
@@ -15,7 +16,7 @@ from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.plan.kv_cache import KvShape
-from sglang_uvm_offload.plan.machine import GIB, preset
+from sglang_uvm_offload.plan.machine import GIB, describe, preset
 from sglang_uvm_offload.plan.planner import plan, render
 from sglang_uvm_offload.plan.routing_curves import hit_rates
 from sglang_uvm_offload.requested_config import parse
@@ -392,7 +393,7 @@ def test_hit_rates_are_shown_as_a_range_with_their_source():
     [
         (
             ("glm-5-fp8", "8xH20", {}),
-            "Use this plan.\nPlain SGLang does not hold it whole, with --mem-fraction-static up to 0.9",
+            "Use this plan.\nThe model does not fit in VRAM with plain SGLang, even with --mem-fraction-static 0.9",
         ),
         (("gpt-oss-120b", "4x4090", {}), "Use plain SGLang with --mem-fraction-static 0.8.\nPlain SGLang holds it whole with "),
         ((QWEN, "8xH20", {}), "Use plain SGLang: every expert fits in VRAM.\nPlain SGLang holds it whole with "),
@@ -401,9 +402,9 @@ def test_hit_rates_are_shown_as_a_range_with_their_source():
             "Do not use this plan, too few experts fit: use a smaller quantisation, more VRAM, or ",
         ),
         (("glm-4.5-air", "4x4090", {}), "Use this plan"),
-        (("kimi-k2", "1x5090", {}), "Do not serve it like this: it does not fit. Any one of the changes below is enough."),
-        (("glm-4.5-air", "1xSPARK", {}), "Do not serve it like this: it does not fit.\n"),
-        (("deepseek-v3", "8xH20", {"num_resident": 257}), "Do not serve it like this: it does not fit.\n\n"),
+        (("kimi-k2", "1x5090", {}), "It does not fit. Any one of the changes below is enough."),
+        (("glm-4.5-air", "1xSPARK", {}), "It does not fit.\n"),
+        (("deepseek-v3", "8xH20", {"num_resident": 257}), "It does not fit.\n\n"),
     ],
 )
 def test_a_report_opens_with_what_to_do(asked, said):
@@ -430,10 +431,59 @@ def test_the_decision_compares_plain_sglang_offloading_and_a_cpu_engine():
     assert render(found).splitlines()[1] == (
         f"Plain SGLang holds it whole with --mem-fraction-static {found.plain.mem_fraction_static:g}: "
         f"{found.plain.decode_tokens_s:.0f} tok/s. Offloaded with --mem-fraction-static {found.mem_fraction_static:g}: "
-        f"{low:.0f} to {high:.0f} tok/s. An engine on the CPU: about {found.cpu_engine_tokens_s:.0f} tok/s. "
-        "Predicted decoding with 4 requests."
+        f"{low:.0f} to {high:.0f} tok/s. An engine on the CPU with as many experts in VRAM: about "
+        f"{found.cpu_engine_tokens_s:.0f} tok/s. Predicted decoding with 4 requests."
     )
     assert found.cpu_engine_tokens_s < low < high < found.plain.decode_tokens_s
+
+
+def test_an_fp8_kv_cache_is_named_where_only_that_makes_plain_sglang_fit():
+    work = {"context_length": 32768, "requests": 4}
+    found = planned("glm-4.5-air-awq", preset("4x4090"), **work)
+    alone = planned("glm-4.5-air-awq", preset("4x4090"), **work, kv_cache_dtype="fp8_e4m3")
+    smaller = found.plain_fp8
+    assert found.plain is None
+    assert smaller == alone.plain
+    assert alone.plain_fp8 is None
+    said = (
+        f" Or plain SGLang with --kv-cache-dtype fp8_e4m3 --mem-fraction-static {smaller.mem_fraction_static:g}: "
+        f"{smaller.decode_tokens_s:.0f} tok/s. Predicted decoding with 4 requests."
+    )
+    assert said in render(found)
+    assert "fp8" not in render(planned("glm-4.5-air", preset("4x4090"), **work)), "half of the cache is not enough"
+
+
+def test_the_explanation_says_what_the_cpu_engine_holds_and_reads():
+    found = planned("gpt-oss-120b", preset("4x4090"), context_length=32768, requests=1)
+    (line,) = (line for line in render(found, explain=True).splitlines() if line.startswith("CPU engine, for comparison"))
+    assert f"with {found.rows} of 128 experts a layer in VRAM, if it reads the other active ones at " in line
+    assert f"{found.machine.host_gbps:g} GB/s x {found.assumptions.cpu_efficiency}" in line
+
+
+def test_the_report_says_how_many_experts_fit_and_how():
+    def said(residents, slots):
+        found = planned("deepseek-v3", preset("8xH20"), given={"num_resident": residents, "slots": Slots(slots)})
+        (line,) = (line for line in render(found).splitlines() if line.startswith("It fits"))
+        return line
+
+    assert said(0, 64) == "It fits: VRAM for 64 of 256 experts a layer (25%), all as slots."
+    assert said(32, 32) == "It fits: VRAM for 64 of 256 experts a layer (25%), 32 resident and 32 as slots."
+    assert said(64, 0) == "It fits: 64 of 256 experts a layer resident (25%)."
+
+
+def test_the_report_says_which_rate_of_host_ram_is_assumed():
+    where = machine("4x4090", 256)
+    shown = f"host RAM 256.00 GiB at {where.host_gbps:.0f} GB/s"
+    assert f"{shown} (assumed; --host-gbps); tp 4" in render(planned("gpt-oss-120b", where))
+    assert "host RAM 256.00 GiB at 90 GB/s; tp 4" in render(planned("gpt-oss-120b", describe(where, {"host_gbps": 90})))
+    unknown = dataclasses.replace(where, host_gbps=0.0)
+    assert "host RAM 256.00 GiB, its rate unknown (--host-gbps); tp 4" in render(planned("gpt-oss-120b", unknown))
+    assert "GB/s; tp 1" in render(planned("glm-4.5-air", preset("1xGH200"))), "published"
+
+
+def test_prefill_is_given_to_two_digits():
+    text = render(planned("glm-4.5-air", preset("1xGH200"), context_length=32768, requests=1))
+    assert re.search(r"  (\d\d0+ to )?\d\d0+ tok/s  \d+%", text), text
 
 
 def test_plain_sglang_is_planned_as_it_would_be_launched():
