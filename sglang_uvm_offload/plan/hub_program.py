@@ -63,11 +63,12 @@ def _states_quantization(config: dict[str, Any]) -> bool:
 
 def _reason(error: Exception) -> str:
     """The first sentence of the error, or what it means."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"it is larger than {MAX_JSON_BYTES >> 20} MiB"
-    if isinstance(error, (LocalEntryNotFoundError, RepositoryNotFoundError)):
+    unseen = isinstance(error, (LocalEntryNotFoundError, RepositoryNotFoundError))
+    if unseen and not isinstance(error, GatedRepoError):  # whose own words say what to do
         return "no connection to the Hub, or no such model"
     sentence = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {sentence}"[:LONGEST_REASON]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from builders.hub import COMMIT, Hub, cached, serving
 from builders.true_shape import checkpoint, config_folder
+from huggingface_hub.errors import GatedRepoError
 
 from scripts.harness.patience import patience
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.plan import hub
+from sglang_uvm_offload.plan import hub, hub_program
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.safetensors_header import MAX_JSON_BYTES
 
@@ -137,6 +138,11 @@ def test_without_the_config_one_line_says_what_to_fetch_elsewhere(name, server, 
     assert "Hub (no connection to the Hub, or no such model)" in line
     assert f"run hf download {name} config.json --local-dir DIR" in line
     assert "give DIR/config.json" in line
+
+
+def test_a_gated_model_is_not_said_to_be_absent():
+    gated = GatedRepoError.__new__(GatedRepoError, "Access to model m is restricted. Log in")
+    assert hub_program._reason(gated).startswith("GatedRepoError: ")
 
 
 def test_a_config_without_end_is_not_downloaded(tmp_path):
