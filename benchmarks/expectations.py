@@ -10,11 +10,11 @@ from sglang_uvm_offload.plan.case import Case
 from sglang_uvm_offload.plan.engine_shape import shape_of
 from sglang_uvm_offload.plan.inputs import Parallel, Reserve, Workload
 from sglang_uvm_offload.plan.machine import GIB, preset
-from sglang_uvm_offload.plan.outcome import Plan
+from sglang_uvm_offload.plan.outcome import Plan, Speed
 from sglang_uvm_offload.plan.plan_report import ROWS as LEGEND
 from sglang_uvm_offload.plan.plan_report import between
 from sglang_uvm_offload.plan.planner import plan, render
-from sglang_uvm_offload.plan.verdict import useless_on_a_slow_link
+from sglang_uvm_offload.plan.verdict import slower_than_a_cpu, useless_on_a_slow_link
 from sglang_uvm_offload.residency.slot_split import NO_SLOTS, Slots
 
 PARTS = ("It fits", "predicted")
@@ -22,7 +22,12 @@ PARTS = ("It fits", "predicted")
 CONTEXT = 32768
 """Tokens of a request in every plan that a page shows."""
 
-PLANS = {"8xH20": ("glm-5-fp8", 4), "4x4090": ("gpt-oss-120b", 4), "1xH200": ("glm-4.5-air", 1), "1xGH200": ("glm-4.5-air", 1)}
+PLANS = {
+    "8xH20": ("glm-5-fp8", 4),
+    "2x4090": ("glm-4.5-air-awq", 1),
+    "1xH200": ("glm-4.5-air", 1),
+    "1xGH200": ("glm-4.5-air", 1),
+}
 """The model and the concurrent requests that ``docs/tuning.md`` plans for on each machine."""
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -33,20 +38,21 @@ CHOICES: dict[str, dict[str, Any]] = {
     "`--speculative-algorithm NEXTN`": {"speculative": True},
 }
 """What else a launch may ask for, as arguments of ``planned``."""
-CHOOSING = ("8xH20", "4x4090", "1xH200")
+CHOOSING = ("8xH20", "2x4090", "1xH200")
 """The machines of ``PLANS`` that ``docs/tuning.md`` compares ``CHOICES`` on."""
 
 _AUTO = Slots(None)
 
 NAMES = {
-    "glm-5-fp8": "GLM-5-FP8",
-    "deepseek-v3": "DeepSeek-V3",
-    "kimi-k2": "Kimi-K2",
-    "glm-4.5-air": "GLM-4.5-Air",
-    "qwen3-235b-a22b": "Qwen3-235B-A22B",
-    "gpt-oss-120b": "gpt-oss-120b",
+    "glm-5-fp8": "GLM-5, FP8",
+    "deepseek-v3": "DeepSeek-V3, FP8",
+    "kimi-k2": "Kimi-K2, FP8",
+    "glm-4.5-air": "GLM-4.5-Air, BF16",
+    "glm-4.5-air-awq": "GLM-4.5-Air, AWQ 4 bits",
+    "qwen3-235b-a22b": "Qwen3-235B-A22B, BF16",
+    "gpt-oss-120b": "gpt-oss-120b, MXFP4",
 }
-"""Models by the name of their config file."""
+"""Models and the format of their experts, by the name of their config file."""
 
 CASES = (
     ("glm-5-fp8", "8xH20"),
@@ -57,7 +63,8 @@ CASES = (
     ("glm-4.5-air", "1xGH200"),
     ("glm-4.5-air", "1xH100"),
     ("glm-4.5-air", "4x4090"),
-    ("glm-4.5-air", "2x4090"),
+    ("glm-4.5-air-awq", "4x4090"),
+    ("glm-4.5-air-awq", "2x4090"),
     ("qwen3-235b-a22b", "1xH200"),
     ("qwen3-235b-a22b", "4x4090"),
     ("gpt-oss-120b", "4x4090"),
@@ -65,7 +72,16 @@ CASES = (
     ("gpt-oss-120b", "1x4090"),
 )
 """Winners and losers."""
-FIVE = (CASES[0], CASES[2], CASES[11], CASES[8], CASES[4])
+FITS = (
+    ("glm-5-fp8", "8xH20"),
+    ("deepseek-v3", "8xH100"),
+    ("gpt-oss-120b", "1x5090"),
+    ("gpt-oss-120b", "4x4090"),
+    ("glm-4.5-air-awq", "4x4090"),
+    ("glm-4.5-air-awq", "2x4090"),
+    ("qwen3-235b-a22b", "4x4090"),
+    ("deepseek-v3", "1xH200"),
+)
 """Those that README.md shows."""
 
 PREDICTED = ("residents of a layer", "decode, predicted", "of resident", "prefill, of resident")
@@ -105,12 +121,38 @@ def expectations(configs: Path) -> str:
 
 
 def fits(configs: Path) -> str:
-    """A short table of ``FIVE``."""
-    rows: list[tuple[str, ...]] = [("model", "machine", "resident", "decode", "of resident speed", "verdict")]
-    for model, machine in FIVE:
+    """A short table of ``FITS``: what each engine decodes, and which to use."""
+    rows: list[tuple[str, ...]] = [
+        ("model", "machine", "plain SGLang", "this plugin", "experts in VRAM", "an engine on the CPU", "use")
+    ]
+    for model, machine in FITS:
         result = planned(_config(configs, model), machine)
-        rows.append((NAMES[model], machine, *_cells(result)[:3], _verdict(result)))
+        rows.append((NAMES[model], machine, *_engines(result), _use(result)))
     return _table(rows)
+
+
+def _engines(result: Plan) -> tuple[str, ...]:
+    """The decode speeds of plain SGLang and of this plugin, the share of experts in VRAM, and that of an engine on the CPU."""
+    plain = result.plain
+    whole = f"{plain.decode_tokens_s:.0f} tok/s" if plain else "does not fit"
+    if not result.fits:
+        short = {"host RAM" if "host RAM" in problem else "VRAM" for problem in result.problems}
+        return whole, f"{' and '.join(sorted(short))} too small", "-", "-"
+    slower, faster = _range(result)
+    rates = between(slower.decode_tokens_s, faster.decode_tokens_s, ".0f" if slower.decode_tokens_s >= 10 else ".1f")
+    share = f"{result.rows / result.num_experts:.0%}"
+    cpu = f"{result.cpu_engine_tokens_s:.0f} tok/s" if result.cpu_engine_tokens_s else "-"
+    return whole, f"{rates} tok/s", share, cpu
+
+
+def _use(result: Plan) -> str:
+    if result.plain:
+        return f"plain SGLang, `--mem-fraction-static {result.plain.mem_fraction_static:g}`"
+    if not result.fits:
+        return "more memory, or fewer bits"
+    if slower_than_a_cpu(result):
+        return "the CPU engine"
+    return "fewer bits, or more VRAM" if result.useless else "**this plugin**"
 
 
 def choices(configs: Path) -> str:
@@ -143,8 +185,7 @@ def _cells(result: Plan) -> tuple[str, ...]:
     """Under ``PREDICTED``."""
     if not result.fits:
         return ("-",) * len(PREDICTED)
-    most = max(result.speeds, key=lambda speed: speed.decode_tokens_s)
-    least = min((speed.least for speed in result.speeds), key=lambda speed: speed.decode_tokens_s)
+    least, most = _range(result)
     slots = f", {result.slots} slots" if result.slots else ""
     return (
         f"{result.num_resident} of {result.num_experts}{slots}",
@@ -152,6 +193,12 @@ def _cells(result: Plan) -> tuple[str, ...]:
         between(least.decode_ratio, most.decode_ratio, ".0%"),
         between(least.prefill_ratio, most.prefill_ratio, ".0%"),
     )
+
+
+def _range(result: Plan) -> tuple[Speed, Speed]:
+    """The slowest and the fastest prediction."""
+    fastest = max(result.speeds, key=lambda speed: speed.decode_tokens_s)
+    return min((speed.least for speed in result.speeds), key=lambda speed: speed.decode_tokens_s), fastest
 
 
 def _verdict(result: Plan) -> str:

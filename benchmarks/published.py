@@ -86,7 +86,7 @@ def speed(figure: Figure, models: Models, hit_rate: float, slow_link: bool = Fal
     values = dataclasses.replace(Assumptions(), accepted_tokens=figure.get("accepted", 1))
     parallel = Parallel(figure.get("tp", 8))
     case = Case(model, machine, work, parallel, Reserve(), values)
-    residents = figure.get("residents", model.num_experts)
+    residents = figure.get("residents", 0 if figure["section"] == "CPU engines" else model.num_experts)
     return case.speed_model().predict("published", hit_rate, residents, work, work.requests, figure.get("chunk", 8192))
 
 

@@ -61,10 +61,10 @@ FLAGS = {
     "profile": Option(
         FILES,
         None,
-        "Choose the initial residents from the routing profile in this file (frequency only), and add the server's counts to it "
-        "every five minutes, when requests pause, and on SIGTERM. A missing file is created. A read-only file, or several files "
-        "separated by commas, are only read. A damaged profile, or one of another model, fails the launch; one of a newer format "
-        "is left alone, with a warning. A save never replaces routing that this server did not start from.",
+        "Choose the initial residents from the routing profile in this file (frequency only), and add the server's counts to "
+        "it every five minutes, when requests pause, and on SIGTERM. A missing file is created. A read-only file, or several "
+        "files separated by commas, are only read. A damaged profile, or one of another model, fails the launch; one of a "
+        "newer format is left alone, with a warning. A save never replaces routing that this server did not start from.",
     ),
     "adapt": Option(
         choice("off", "warmup", "continuous"),
@@ -129,9 +129,9 @@ OPTIONS = {
     "save_profile": Option(
         FILE_OR_FALSE,
         None,
-        "Save the routing profile to this file instead of the one in --expert-offload-profile; false: do not save it. A file with "
-        "routing that is not read stays as it is. With several nodes, node N saves its part to FILE-nodeN, which is read together "
-        "with FILE.",
+        "Save the routing profile to this file instead of the one in --expert-offload-profile; false: do not save it. A file "
+        "with routing that is not read stays as it is. With several nodes, node N saves its part to FILE-nodeN, which is read "
+        "together with FILE.",
         "the profile",
     ),
     "trace": Option(

@@ -311,25 +311,8 @@ class _Page(HTMLParser):
 
 
 WORDS_ONLY = {
-    *[
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "h1",
-        "h2",
-        "section",
-        "table",
-        "tr",
-        "th",
-        "td",
-        "ul",
-        "li",
-        "p",
-        "figure",
-    ]
+    *("html", "head", "meta", "title", "style", "body", "h1", "h2", "section", "table", "tr", "th", "td", "ul", "li", "p"),
+    *("figure", "div", "span", "small", "details", "summary"),
 }
 
 

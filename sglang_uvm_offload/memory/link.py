@@ -73,7 +73,7 @@ class MeasuredLink:
                 "host pages or the IOMMU; run doctor)"
             )
         if alone.sequential < NEAR * alone.engine:
-            found.append(f"on this machine, kernels read more slowly than the copy engine copies ({alone.engine:.1f} GB/s)")
+            found.append(f"kernels read more slowly than the copy engine copies ({alone.engine:.1f} GB/s) on this machine")
         return found
 
     def described(self) -> str:

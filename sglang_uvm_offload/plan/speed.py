@@ -144,7 +144,7 @@ class SpeedModel:
             prefill_tokens_s=workload.prompt_tokens / (chunks * prefill),
             resident_prefill_tokens_s=workload.prompt_tokens / (chunks * self.prefill_chunk(self.num_experts, 1.0, prompt)),
             streamed=streamed,
-            cpu_engine_step_s=self.cpu_engine_step(batch),
+            cpu_engine_step_s=self.cpu_engine_step(rows, batch),
         )
 
     def hiding_chunk(self, rows: int, stream: Stream) -> int:
@@ -249,14 +249,17 @@ class SpeedModel:
         missed = distinct(offloaded, self.top_k * (1 - stage.draft_hit_rate), batch.tokens) / self.parallel.ep
         return batch.drafts * missed * stage.draft_expert_bytes
 
-    def cpu_engine_step(self, batch: _Batch) -> float:
-        """Seconds of a CPU engine's step; 0 if the host memory's rate is unknown."""
+    def cpu_engine_step(self, rows: int, batch: _Batch) -> float:
+        """Seconds of a CPU engine's step with as many experts in VRAM, which are used no more than others: such engines place
+        whole layers, or the same experts for good. 0 if the host memory's rate is unknown."""
         tokens, parallel = batch.independent(self.assumed.draft_token_weight), self.parallel
+        active, share = distinct(self.num_experts, self.top_k, tokens), rows / self.num_experts
         copies = parallel.moe_tp * parallel.replicas  # each rank's slice of an expert, in each replica
-        read = distinct(self.num_experts, self.top_k, tokens) * copies * sum(sum(s.expert_layers) for s in self.stages)
+        read = (1 - share) * active * copies * sum(sum(s.expert_layers) for s in self.stages)
         rate = self.machine.host_gbps * GIGA * self.assumed.cpu_efficiency
-        resident = sum(self.in_vram(stage, 0.0, batch) + self.drafting(stage, batch) for stage in self.stages)
-        return resident + read / rate if rate else 0.0
+        in_vram = share * active / parallel.ep
+        seconds = sum(self.in_vram(stage, in_vram, batch) + self.drafting(stage, batch) for stage in self.stages)
+        return seconds + read / rate if rate else 0.0
 
     @property
     def vram_rate(self) -> float:

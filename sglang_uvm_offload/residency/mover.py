@@ -1,5 +1,5 @@
-"""Moves extents between VRAM and host RAM, alongside the steps, on a thread of its own: the driver's calls hold their caller for
-much of a move. After a fault nothing moves any more, and serving goes on."""
+"""Moves extents between VRAM and host RAM, alongside the steps, on a thread of its own: the driver's calls hold their caller
+for much of a move. After a fault nothing moves any more, and serving goes on."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def tracked() -> list[str]:
 
 
 def build_wheel(folder: Path, names: Iterable[str] | None = None) -> Path:
-    """Builds the wheel in ``folder`` from a copy of the files ``names``, by default the tracked ones, so that it cannot depend on
-    others."""
+    """Builds the wheel in ``folder`` from a copy of the files ``names``, by default the tracked ones, so that it cannot
+    depend on others."""
     source = folder / "source"
     for name in tracked() if names is None else names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)

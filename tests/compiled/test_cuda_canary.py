@@ -75,7 +75,7 @@ def test_what_asks_the_driver_and_builds_runs_nothing_of_the_current_folder(stan
 def test_the_call_that_fails_is_named_in_one_line(standin: Standin, settings, named):
     ran = standin.run(PROGRAM, **settings)
     (problem,) = ran.said
-    assert problem.startswith(f"CUDA device 0 cannot keep experts in unified memory: {named}")
+    assert problem.startswith(f"CUDA device 0 cannot keep experts in unified memory: in a test on 2 MiB, {named}")
     assert "gVisor" in problem
     assert ran.named("cudaFree") or "AllocManaged" in named, "what was allocated is freed"
 

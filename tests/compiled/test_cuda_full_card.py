@@ -163,7 +163,7 @@ def test_long_prompts_end_with_the_right_bytes_while_experts_move_and_the_log_na
     said = ran.err.split("full\n")
     assert "evicted" not in said[0]
     assert "of the 16.0 MiB of resident experts were evicted from VRAM, because something else needed it" in said[1]
-    assert "To end it, leave more VRAM free: a larger --expert-offload-headroom-gb (now 0.5)" in said[1]
+    assert "leave more VRAM free: use a larger --expert-offload-headroom-gb (now 0.5)" in said[1]
 
 
 def test_a_move_that_finds_nothing_to_evict_ends_moves_with_the_reason(standin):

@@ -217,7 +217,7 @@ def test_a_launch_holds_what_its_arguments_make_of_the_model(checkpoints: Checkp
 def test_experts_of_four_bits_take_four_bits_without_a_gpu(method: str, tmp_path: Path) -> None:
     """SGLang computes these by Marlin, which it takes for CUDA alone: elsewhere AWQ leaves experts in 16 bits, and GPTQ is no
     method."""
-    stated = {"awq": {"zero_point": True, "version": "gemm"}, "gptq": {"sym": True, "desc_act": False}}[method]
+    stated: dict[str, object] = {"zero_point": True, "version": "gemm"} if method == "awq" else {"sym": True, "desc_act": False}
     config = read_config(config_folder("Qwen/Qwen3-30B-A3B"))
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128, **stated}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -176,7 +176,7 @@ def test_the_flag_names_sglangs_own_where_it_has_one(cuda_arguments: Arguments) 
 
 def test_plan_takes_the_flag(longcat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LongCat-Flash-Lite in bf16 fits a GPU of 80 GB without half of its weights."""
-    assert main(["plan", str(longcat), "--machine", "1xH100", "--lookup-tables", "host"]) == 0
+    assert main(["plan", str(longcat), "--machine", "1xH100", "--lookup-tables", "host", "--explain"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "lookup tables 58.50 GiB, in managed host RAM, which take 58.50 GiB of it" in shown
     assert config_flag(lookup_tables="host") in shown
@@ -203,7 +203,7 @@ def test_plan_takes_sglangs_flags_for_the_models_that_sglang_takes_them_for(caps
         (["--ple-offload-backend", "file"], "in a file"),
         (["--no-ple-offload-embedding"], "in VRAM"),
     ):
-        assert main(["plan", str(FOLDER), "--machine", "2xH200", *words]) in (0, 1)
+        assert main(["plan", str(FOLDER), "--machine", "2xH200", "--explain", *words]) in (0, 1)
         assert f"lookup tables 95.37 GiB, {place}" in " ".join(capsys.readouterr().out.split())
     other = str(Path(__file__).parents[1] / "fixtures" / "models" / "gpt-oss-120b.json")
     assert main(["plan", other, "--machine", "8xH20", "--ple-offload-embedding"]) == 2

@@ -44,7 +44,7 @@ for name, rates in {links}.items():
     if rates:
         os.environ["STANDIN_LINK"] = rates
         assert link.measure(Cuda(0), 0, [Made(tensors=[tensor])]).measured.ranks == 1
-    answers[name] = (said("doctor", "--", *{launch}), said("plan", *{plan}), said("plan", *{plan}, "--json"),
+    answers[name] = (said("doctor", "--", *{launch}), said("plan", *{plan}, "--explain"), said("plan", *{plan}, "--json"),
                      said("plan", *{plan}, "--json", "--link-gbps", "55"),
                      said("plan", *{plan}, "--json", "--read-efficiency", "0.5"))
 print("RESULT", json.dumps(answers))

@@ -125,11 +125,19 @@ def test_a_report_of_the_documents_is_written(server: Server, installed: Install
     page.unlink()
 
 
+def _heed_ctrl_c() -> None:
+    """A test run in the background ignores SIGINT, and a child would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("words", pages.of_kind("sglang-uvm-offload status"), ids=" ".join)
 def test_a_status_of_the_documents_is_shown(server: Server, installed: Installed, words: list[str]):
     name, *arguments = [word.replace(DOCUMENTED, server.url) for word in words]
     command = [str(installed.folder / "bin" / name), *arguments]
-    with subprocess.Popen(command, env=installed.environment, cwd=installed.outside, stdout=subprocess.PIPE) as running:
+    running = subprocess.Popen(
+        command, env=installed.environment, cwd=installed.outside, stdout=subprocess.PIPE, preexec_fn=_heed_ctrl_c
+    )
+    with running:
         try:
             if "--watch" in words:
                 assert running.stdout is not None

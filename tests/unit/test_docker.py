@@ -89,7 +89,7 @@ def test_the_context_holds_nothing_else():
 
 def test_the_base_is_the_sglang_that_the_project_is_tested_with():
     (version,) = re.findall(r"^FROM lmsysorg/sglang:v(\S+)$", DOCKERFILE, re.M)
-    (tested,) = re.findall(r"^By SGLang ([\d.]+),", (ROOT / "docs/support.md").read_text(), re.M)
+    (tested,) = re.findall(r"^With SGLang ([\d.]+),", (ROOT / "docs/support.md").read_text(), re.M)
     assert version == tested
 
 

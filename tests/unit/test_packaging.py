@@ -75,7 +75,7 @@ def inputs(installed: Installed) -> None:
     [
         ("--version", __version__),
         ("--help", "doctor"),
-        ("plan config.json --machine 4x4090", "experts a layer resident"),
+        ("plan config.json --machine 4x4090", "It fits: VRAM for "),
         ("profile p.npz --out q.npz", "3 MoE layers of 8 experts"),
         ("replay t.npz --residency 0.5 --policy lru", "lru"),
         ("report info.json --out page.html", "page.html"),

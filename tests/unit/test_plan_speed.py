@@ -147,14 +147,23 @@ def test_a_miss_that_fills_a_slot_crosses_the_link_once_and_is_then_read_from_vr
 
 
 def test_a_cpu_engine_reads_the_active_experts_of_all_ranks_from_host_memory():
-    one, rate = speed(machine={"host_gbps": 600}), 600e9 * ASSUMED.cpu_efficiency
+    rate, reads = 600e9 * ASSUMED.cpu_efficiency, 4 * 10 * EXPERT
     beside = (10**9 + 10**6) / VRAM + 10 * OVERHEAD
-    assert one.cpu_engine_step_s == pytest.approx(beside + 4 * 10 * EXPERT / rate)
-    assert one.cpu_engine_tokens_s == pytest.approx(1 / one.cpu_engine_step_s)
-    cut = speed(machine={"host_gbps": 600}, parallel=Parallel(tp=4))
+    none = speed(0, 0.0, machine={"host_gbps": 600})
+    assert none.cpu_engine_step_s == pytest.approx(beside + reads / rate)
+    assert none.cpu_engine_tokens_s == pytest.approx(1 / none.cpu_engine_step_s)
+    cut = speed(0, 0.0, machine={"host_gbps": 600}, parallel=Parallel(tp=4))
     collectives = 10 * 2 * ASSUMED.collective_us * 1e-6
-    assert cut.cpu_engine_step_s - collectives - beside == pytest.approx(4 * 4 * 10 * EXPERT / rate), "four slices of each"
+    assert cut.cpu_engine_step_s - collectives - beside == pytest.approx(4 * reads / rate), "four slices of each"
     assert speed(machine={"host_gbps": 0}).cpu_engine_step_s == 0
+
+
+@pytest.mark.parametrize("slots", [0, 8])
+def test_a_cpu_engine_has_as_many_experts_in_vram(slots):
+    """And they are no likelier to be used than others."""
+    found, none = (speed(n, 0.9, machine={"host_gbps": 600}, slots=s) for n, s in ((32 - slots, slots), (0, 0)))
+    half, rate = 2 * 10 * EXPERT, 600e9 * ASSUMED.cpu_efficiency
+    assert none.cpu_engine_step_s - found.cpu_engine_step_s == pytest.approx(half / rate - half / VRAM)
 
 
 # Prefill in place

@@ -434,7 +434,7 @@ def test_the_decision_compares_plain_sglang_offloading_and_a_cpu_engine():
         f"{low:.0f} to {high:.0f} tok/s. An engine on the CPU with as many experts in VRAM: about "
         f"{found.cpu_engine_tokens_s:.0f} tok/s. Predicted decoding with 4 requests."
     )
-    assert found.cpu_engine_tokens_s < low < high < found.plain.decode_tokens_s
+    assert low < high < found.plain.decode_tokens_s > found.cpu_engine_tokens_s
 
 
 def test_an_fp8_kv_cache_is_named_where_only_that_makes_plain_sglang_fit():
