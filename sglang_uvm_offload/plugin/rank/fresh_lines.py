@@ -13,8 +13,13 @@ class FreshLines(logging.Handler):
     draws itself again with its next step."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        for bar in list(tqdm._instances):
-            bar.clear()
+        try:
+            if tqdm._instances:
+                with tqdm.get_lock():  # another thread may begin a bar
+                    for bar in list(tqdm._instances):
+                        bar.clear(nolock=True)
+        except Exception:  # noqa: BLE001 -- as in all handlers: the thread that logs serves or moves experts, and goes on
+            self.handleError(record)
 
 
 def install() -> None:
