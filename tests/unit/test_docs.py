@@ -140,6 +140,18 @@ def test_every_table_is_on_one_page_and_has_no_empty_column(made):
     assert set(verdicts) == {"useful", "useful, but for a slow link", "useless", "does not fit"}
 
 
+def test_the_readmes_rule_of_thumb_is_what_the_planner_says():
+    """It holds for every row of the table below it."""
+    (low, high) = map(
+        float, re.findall(r"^- \*\*([\d.]+) to ([\d.]+): use this\*\*", (ROOT / "README.md").read_text(), re.M)[0]
+    )
+    for model, machine in expectations.FITS:
+        plan = expectations.planned(ROOT / f"tests/fixtures/models/{model}.json", machine)
+        share = plan.weights_bytes / (plan.machine.gpus * plan.machine.vram_bytes)
+        pays = plan.fits and not plan.useless and plan.plain is None
+        assert pays == (low <= share <= high), f"{model} on {machine}: {share:.2f}"
+
+
 def test_the_readme_links_to_the_log_of_its_times():
     (log,) = re.findall(r"\[logs\]\((\S+)\.log\)", (ROOT / "README.md").read_text())
     assert (ROOT / log).with_suffix(".json") == docs_tables.MEASURED
