@@ -91,6 +91,20 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
     built.close()
 
 
+@pytest.fixture(autouse=True)
+def hooks_end_with_the_test() -> Iterator[None]:
+    """SGLang cannot remove a hook, so a test that left one would change every later test of this process. One that loads the
+    plugin runs in a process of ``sglang``."""
+    before = our_hooks()
+    yield
+    left = [target for target in our_hooks() if target not in before]
+    assert not left, f"hooks stay in the tests' own process: {', '.join(left)}"
+
+
+def our_hooks() -> list[str]:
+    return list(getattr(sys.modules.get("sglang_uvm_offload.plugin.hooks"), "_targets", ()))
+
+
 PRELOAD = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

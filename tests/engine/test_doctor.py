@@ -18,6 +18,7 @@ from nursery import Ended, Nurseries, Nursery
 
 from scripts.harness.patience import patience
 from scripts.harness.server import SHIMS, environment
+from sglang_uvm_offload.files.kinds import NO_GGUF
 
 
 def doctor(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +67,10 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         "quantization": copy("quantization", quantization_config=5),
         **{name: copy(name) for name in ("no weights", "cut short", "other weights")},
         "a file": whole / "config.json",
+        "gguf": folder / "model.gguf",
+        "a folder of gguf": folder,
     }
+    models["gguf"].write_bytes(b"GGUF" + bytes(20))
     (models["no weights"] / "model.safetensors").unlink()
     (models["cut short"] / "model.safetensors").write_bytes(bytes(20))
     (models["other weights"] / "model.safetensors").rename(models["other weights"] / "pytorch_model.bin")
@@ -109,6 +113,8 @@ def answers(checkpoints: Checkpoints, sglang: Nursery, tmp_path_factory: pytest.
         ("no weights", "no weights holds no *.safetensors file"),
         ("cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("a file", "config.json is a file; give the checkpoint's folder"),
+        ("gguf", NO_GGUF),
+        ("a folder of gguf", NO_GGUF),
         ("draft cut short", "model.safetensors: not a safetensors file, or cut short"),
         ("no number", "--expert-offload-num-resident 'abc': must be auto, or a whole number of experts"),
     ],

@@ -15,7 +15,6 @@ from builders.profiles import saved, some
 from sglang_uvm_offload.cli import doctor, profile
 from sglang_uvm_offload.cli import main as cli
 from sglang_uvm_offload.cli.main import main
-from sglang_uvm_offload.files.kinds import NO_GGUF
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
 
@@ -166,14 +165,6 @@ def test_ranks_have_sglangs_short_flags_as_well(capsys):
         said.append(json.loads(capsys.readouterr().out)["parallel"])
     assert said[0] == said[1]
     assert said[0]["tp"] == 2
-
-
-@pytest.mark.sglang
-def test_the_doctor_says_that_gguf_is_not_served(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(20))
-    for model in (tmp_path / "model.gguf", tmp_path):
-        found = doctor.examine_launch(["--model-path", str(model), "--expert-offload-num-resident", "auto", "--device", "cpu"])
-        assert any(line.startswith(f"--model-path {model}: this is ") and NO_GGUF in line for line in found.problems)
 
 
 def test_the_doctor_lists_that_sglang_cannot_be_imported(monkeypatch, capsys):
