@@ -22,7 +22,7 @@ REASON = 300
 """Characters of a message that the table shows."""
 SGLANG_FAILS = "SGLang fails"
 STATUS = {"works": "works", "refused": "refused", "sglang_fails": SGLANG_FAILS}
-"""Of a row whose tests have passed, by their marker."""
+"""The status of a row whose tests passed, by their marker."""
 STATUSES = (*STATUS.values(), "not tried", "broken")
 STANDIN, SERVED, NO_SERVER = "stand-in driver", "served on a CPU", "SGLang's code, no server"
 SHORT = {SERVED: "Server on a CPU", STANDIN: "Stand-in driver", NO_SERVER: "No server"}

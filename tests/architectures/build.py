@@ -47,7 +47,7 @@ class Built:
     stated: tuple[int | None, int | None]
     """The experts of a layer, and those of a token, that the launch reads from the config."""
     managed: list[dict[str, Any]]
-    """Of each layer that was taken over."""
+    """One entry for each layer that was taken over."""
     modules: dict[str, dict[str, Any]]
     """SGLang's routed layers, by name."""
     outside: dict[str, list[int]]

@@ -15,7 +15,7 @@ from builders.true_shape import CONFIGS, write
 from transformers import PretrainedConfig
 
 OWN_CODE = "from transformers import PretrainedConfig\n\n\nclass AsStated(PretrainedConfig):\n    model_type = {!r}\n"
-"""Of a checkpoint whose class of configs is among its own files."""
+"""The code of a checkpoint that defines its own configuration class."""
 
 
 def main(out: str, *names: str) -> None:

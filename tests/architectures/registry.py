@@ -57,7 +57,7 @@ class Module:
 
 
 def _definitions(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Of classes, functions and constants, those under conditions too."""
+    """Classes, functions and constants, also those under conditions."""
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, node

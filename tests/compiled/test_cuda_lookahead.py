@@ -311,9 +311,9 @@ def run(standin: Standin, without: str = "", replays: bool = False) -> Shuffled:
 
 
 def orders(order: Order, calls: list[dict]) -> dict[str, set[bool]]:
-    """Of copies ahead: whether they come after the GEMMs of the layer whose turn was the same, two layers before, and whether
-    the layer that they are for waits for them. Of guesses: whether their input was read before the second GEMM, which may write
-    there."""
+    """For copies ahead: whether they come after the GEMMs of the layer whose turn was the same, two layers before, and whether
+    the layer that they are for waits for them. For guesses: whether their input was read before the second GEMM, which may
+    write there."""
     resolves, copies, beside, reads = list[dict](), list[dict](), list[dict](), list[list[dict]]()
     for call in named(calls, "uvm_resolve_slots_kernel", "uvm_copy_ahead_kernel", "cudaMemcpyAsync"):
         if call.get("kernel") == "uvm_resolve_slots_kernel":

@@ -75,7 +75,7 @@ def run(standin: Standin, without: str = "", replays: bool = False) -> Shuffled:
 
 
 def proven(order: Order, calls: list[dict]) -> dict[str, set[bool]]:
-    """Of the calls of whole steps: a layer's choice before what it has copied, that before the second GEMM and the next
+    """The orders that whole steps prove: a layer's choice before what it has copied, that before the second GEMM and the next
     choice, and not before the first GEMM."""
     found: dict[str, set[bool]] = {"chosen": set(), "come": set(), "next": set(), "beside": set()}
     for call in (calls := named(calls, *KERNELS)):

@@ -582,7 +582,7 @@ def test_loading_is_judged_by_the_worst_part(modules):
 
 
 def test_no_plan_takes_a_third_of_a_card_of_80_gb(modules):
-    """Of an H100, nvidia-smi shows 81,559 MiB; this is somewhat less than CUDA leaves free of them."""
+    """nvidia-smi shows 81,559 MiB for an H100; this is somewhat less than CUDA leaves free."""
     sections = modules["sections"]
     free, host = 78 << 30, 120 << 30
     for section in sections.SECTIONS.values():

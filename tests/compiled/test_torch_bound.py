@@ -27,7 +27,7 @@ BOUNDED = """
 
 
 def test_at_the_bound_torch_frees_what_it_has_cached(standin: Standin):
-    """Of 4 GiB torch has half a GiB; 3.5 are free, 1 of them is headroom."""
+    """torch has half a GiB of 4; 3.5 are free, and 1 of them is headroom."""
     ran = standin.run(
         BOUNDED
         + """

@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 LINES = {line["model"]: line for line in reversed(PUBLISHED)}
-"""Of each model, the first."""
+"""The first line of each model."""
 
 
 def written(folder: Path, python: Nursery, chosen: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -99,7 +99,7 @@ def on_standin(sglang_on_standin: Nurseries, tmp_path_factory: pytest.TempPathFa
 def said(
     request: pytest.FixtureRequest, folder: Path, every_model: Nursery, on_standin: Nurseries
 ) -> dict[tuple[str, str], tuple[Launch, int | str, str]]:
-    """Of those that this run has chosen."""
+    """What the doctor said of each launch that this run selected."""
     items: list[Any] = request.session.items
     chosen = {item.callspec.params["name"] for item in items if item.module is request.module}
     return found(folder, every_model, on_standin, sorted(chosen))

@@ -25,7 +25,7 @@ EVERY_RUN = (
 """Among those that the tests' other servers import."""
 HIDDEN = 256
 EXPERT_SIZES = (128, 512)
-"""Of those that state one for their experts, and of those that state one for all."""
+"""For configurations that state a size for their experts, and for those that state one size for all."""
 PLACEABLE = 64 << 10
 """Bytes of an expert in a tensor that is managed."""
 

@@ -23,10 +23,10 @@ WITHOUT_TOKENIZER = ("--skip-tokenizer-init", "--load-format", "dummy")
 DRAFTS = ("--speculative-num-steps", 2, "--speculative-eagle-topk", 1, "--speculative-num-draft-tokens", 3)
 
 UNKNOWN = ("stepfun-ai--Step-3.7-Flash", "stepfun-ai--Step-3.7-Flash-FP8")
-"""Of an architecture that SGLang 0.5.23 has no class for."""
+"""SGLang 0.5.23 has no class for their architecture."""
 MODELS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir() and folder.name not in UNKNOWN)
 SAMPLE = ("DeepSeek-V3", "GLM-5.2-FP8", "Kimi-K3", "Llama-4-Scout", "Qwen3.5-35B", "gemma-4-26B", "gpt-oss-20b")
-"""Of each kind of cache one; the others at night."""
+"""One model for each kind of cache; the others run at night."""
 pytestmark = pytest.mark.since("0.5.22", "it keeps a rank's settings in no contexts")
 
 
@@ -146,7 +146,7 @@ def test_drafts_of_the_checkpoint_take_a_part_of_the_cache(cuda_arguments: Argum
     [pytest.param(each, marks=[] if any(part in each for part in SAMPLE) else pytest.mark.nightly) for each in MODELS],
 )
 def test_a_plan_counts_what_sglang_does(cuda_arguments: Arguments, name: str) -> None:
-    """Of what a further token takes. The number of states is set, so that no part of it is theirs."""
+    """For one more token. The number of states is fixed, so they take no part of the difference."""
     model, words = name.replace("--", "/", 1), ("--kv-cache-dtype", "bf16", "--max-mamba-cache-size", 64)
     few, many = (need(cuda_arguments, model, *words, tokens=tokens) for tokens in (TOKENS, 2 * TOKENS))
     shape = shape_of(config_folder(model))

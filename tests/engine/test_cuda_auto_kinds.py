@@ -177,7 +177,7 @@ def test_a_draft_model_that_takes_less_than_its_files_leaves_room_for_experts(
 @pytest.mark.nightly
 @pytest.mark.works("Parallel", "SGLANG_USE_ATTN_TP_NGRAM=1, auto")
 def test_each_attention_group_has_an_n_gram_table_of_its_own(every_model: Nursery, standin: Standin, tmp_path: Path) -> None:
-    """Of Qwen4-Exp, whose tables lie in VRAM: a model of random weights, as none is published."""
+    """Qwen4-Exp keeps its tables in VRAM. No weights are published, so they are random."""
     name, folder = "Qwen4ExpForConditionalGeneration", tmp_path / "models"
     folder.mkdir()
     ended = every_model.run(f"from architectures.checkpoints import main\nmain({str(folder)!r}, {name!r})")

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.since("0.5.23", "older versions a
 
 TABLES = (NGRAM_TOKENS - 1) * NGRAM_TABLES
 NBYTES = sum(4 * VOCAB + 2 * table + 1 for table in range(TABLES)) * (256 // TABLES) * 2
-"""Of all rows, in bf16; less than a block."""
+"""All rows in bf16; less than a block."""
 OFFLOAD = {"expert_offload_num_resident": 8, "expert_offload_lookup_tables": "host", "expert_offload_warmup_tokens": 8}
 
 

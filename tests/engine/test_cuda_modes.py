@@ -118,7 +118,7 @@ def test_sglang_itself_overlaps_no_single_batch_on_hopper(
 
 
 LAYERS, RESIDENT = 8, 12
-"""Of 16 experts of 1.5 MiB: 144 MiB of residents."""
+"""12 of 16 experts of 1.5 MiB: 144 MiB of residents."""
 LONG = "the quick brown fox jumps over the lazy dog "
 
 NOTHING_FREE = """

@@ -31,7 +31,7 @@ NEXTN: dict[str, Any] = {
 def test_a_number_that_fits_on_no_rank_ends_the_start_before_a_weight_is_read(
     tmp_path: Path, checkpoints: Checkpoints, standin: Standin
 ) -> None:
-    """Of each of three layers, a rank has half of 16 experts: a block of the one tensor holds 8 of them, one of the other all.
+    """A rank has half of the 16 experts in each of three layers: a block of one tensor holds 8, one of the other all of them.
     A thousandth of VRAM holds these two blocks of each layer, and no third."""
     engine = {"model_path": str(checkpoints("qwen3_moe", expert_size=512)), **GPU, **ONE, "tp_size": 2}
     engine |= {"disable_custom_all_reduce": True, "expert_offload_num_resident": 12, "mem_fraction_static": 1e-3}

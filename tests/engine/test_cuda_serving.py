@@ -17,7 +17,7 @@ from sglang_uvm_offload.memory.layout import BLOCK_BYTES
 LAYERS, EXPERTS, RESIDENT = 5, 16, 4
 CACHE_TOKENS = GPU["max_total_tokens"]
 EXPERT_BYTES = (512 << 10, 256 << 10)
-"""Of w13 and of w2, which are allocated by turns, a layer after the other: blocks of 4 and of 8 experts."""
+"""w13 and w2, allocated layer by layer: blocks of 4 and of 8 experts."""
 FIRST = 9
 """Every token picks the experts from this one on. Three of them are in one block of w13, all in one of w2."""
 SHORT, LONG = "hello world", "the quick brown fox jumps over the lazy dog " * 3
@@ -177,7 +177,7 @@ def test_graphs_read_the_experts_where_they_stay(calls):
 
 
 def copies_at(calls: list[dict]) -> list[int]:
-    """Of layers, into stream buffers. Before the first capture the link is timed."""
+    """Where layers are copied into stream buffers. Copies before the first capture time the link."""
     begin = calls.index(named(calls, "cudaStreamBeginCapture")[0])
     return [i for i, call in enumerate(calls) if i > begin and call.get("kernel") == "uvm_copy_kernel"]
 

@@ -16,7 +16,7 @@ from sglang_uvm_offload.cuda.build import find_nvcc
 ROOT = Path(__file__).resolve().parents[2]
 E, SLOTS, HIDDEN, INTERMEDIATE = 8, 3, 512, 256
 ROWS = {"w13_weight": 2 * INTERMEDIATE, "w2_weight": HIDDEN}
-"""Of an expert."""
+"""The rows of one expert."""
 PROGRAM = f"""
     import json, sys
     sys.path.insert(0, {str(ROOT)!r})

@@ -51,7 +51,7 @@ STANDS_FOR = ["--model-path", "MODEL", flag_name("num_resident"), "8"]
 
 
 def arguments(words: list[str]) -> list[str]:
-    """Of a launch, or of one behind the doctor's ``--``."""
+    """The arguments of a launch, or those after the doctor's ``--``."""
     given = pages.launched(words) or words[words.index("--") + 1 :]
     return [part for word in given for part in (STANDS_FOR if word == "..." else [word])]
 

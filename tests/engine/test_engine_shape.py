@@ -95,7 +95,7 @@ def test_experts_take_the_bytes_of_their_files_in_each_layer(checkpoints: Checkp
 
 
 def tensors_in(model: str) -> list[TensorInfo]:
-    """Of a published model, by the names of its files."""
+    """The tensors of a published model, as its files name them."""
     folder = config_folder(model)
     try:
         return list(tensors_of(read_config(folder)))

@@ -49,7 +49,7 @@ Estimated = Callable[..., Estimate]
 
 @pytest.fixture
 def estimated(model: Path, cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> Estimated:
-    """Of a launch on GPUs of ``VRAM`` bytes, of which 8 experts a layer fit beside ``TOKENS`` of KV cache, and nothing else."""
+    """Estimates a launch on GPUs of ``VRAM`` bytes, which hold 8 experts a layer beside ``TOKENS`` of KV cache, and no more."""
     monkeypatch.setattr(estimate, "get_device_memory_capacity", lambda device: VRAM >> 20)
     monkeypatch.setattr(estimate, "free_by_gpu", lambda of: {rank.gpu: VRAM for rank in of})
     monkeypatch.setattr(ranks, "visible_gpus", lambda: [("NVIDIA H200", VRAM)])

@@ -16,7 +16,7 @@ MIB = 1 << 20
 PLACES = 16
 HELD = [MIB * number for number in range(PLACES + 1)]
 SIZES = ExpertSizes(HELD, HELD, HELD[::-1])
-"""Of one layer with experts of a MiB."""
+"""One layer with experts of a MiB."""
 FEW = Division(12, 0, 0)
 
 

@@ -30,7 +30,7 @@ GPU = {
 REPOSITORY = "maker/tiny"
 NO_WEIGHTS = " holds no *.safetensors file"
 LEAST_FRACTION = 1e-4
-"""Of 16 GiB: less than two residents a layer."""
+"""A share of 16 GiB: less than two residents a layer."""
 
 
 def in_the_cache(home: Path, repository: str, files: list[Path]) -> None:

@@ -25,7 +25,7 @@ from sglang_uvm_offload.residency.demand import Demand
 
 H200 = GPUS["H200"].memory_mib << 20
 CONTEXT = 2048
-"""Of the tests' checkpoints."""
+"""The context length of the tests' checkpoints."""
 GROUPED = ("--tp-size", 2, "--dp-size", 2, "--enable-dp-attention")
 DRAFTS = ("--speculative-num-steps", 2, "--speculative-eagle-topk", 1, "--speculative-num-draft-tokens", 3)
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.since("0.5.23", "models with such tables are newer")
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "tables" / "Qwen--Qwen3.8-Flash-Next"
 ROWS = 320_001_536
-"""Of the published table (tests/fixtures/tables/README.md), each of 160 values."""
+"""The rows of the published table (tests/fixtures/tables/README.md), each of 160 values."""
 WORDS = ("--model-path", FOLDER, "--device", "cuda", "--skip-tokenizer-init", "--load-format", "dummy")
 H200 = 143771
 QWEN3 = config_folder("Qwen/Qwen3-30B-A3B")
@@ -101,7 +101,7 @@ def test_a_launch_keeps_the_table_where_sglangs_flags_say(
 
 @pytest.fixture
 def estimated(cuda_arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Estimate]:
-    """Of a launch on two GPUs."""
+    """Estimates a launch on two GPUs."""
     monkeypatch.setattr(estimate, "get_device_memory_capacity", lambda device: H200)
     monkeypatch.setattr(estimate, "free_by_gpu", lambda of: {rank.gpu: H200 << 20 for rank in of})
     monkeypatch.setattr(ranks, "visible_gpus", lambda: [("NVIDIA H200", H200 << 20)])

@@ -49,7 +49,7 @@ def launch(folder: Path, line: dict[str, str], number: str) -> Launch:
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, folder: Path, sglang_on_standin: Nurseries) -> dict[Launch, tuple[int | str, str]]:
-    """Of those that this run has chosen."""
+    """What the doctor said of each launch that this run selected."""
     items: list[Any] = request.session.items
     chosen = [item.callspec.params for item in items if item.module is request.module]
     return judged([launch(folder, each["line"], each["number"]) for each in chosen], sglang_on_standin)

@@ -96,7 +96,7 @@ def off(checkpoint: Path, engines: Engines) -> Said:
 
 @pytest.fixture(scope="module")
 def on(checkpoint: Path) -> Said:
-    """Of a cold start, by the command and the file that a user may have, in a folder with code under the names of libraries, as
+    """Answers of a server started cold, by a user's command and file, in a folder with code under the names of libraries, as
     SECURITY.md says to start it there."""
     command = [str(Path(sys.executable).with_name("sglang")), "serve"]
     server = Server(checkpoint, command=command, config_file=True, env={"PYTHONSAFEPATH": "1"}, **ARGUMENTS, **OFFLOAD)

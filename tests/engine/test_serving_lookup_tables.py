@@ -18,7 +18,7 @@ COMMON: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": 12, "dtype": "fl
 
 
 def table_bytes(ranks: int) -> int:
-    """Of one rank; SGLang pads rows to a multiple of 64."""
+    """The bytes of one rank's tables; SGLang pads rows to a multiple of 64."""
     tables = (NGRAM_TOKENS - 1) * NGRAM_TABLES
     rows = sum(4 * VOCAB + 2 * table + 1 for table in range(tables))
     padded = -(-rows // 64) * 64

@@ -132,7 +132,7 @@ def profiled(server: Server) -> Any:
 
 
 def checksums(server: Server) -> Any:
-    """Of every tensor, by SGLang; experts have moved by now."""
+    """SGLang's checksum of every tensor; experts have moved by now."""
     server.wait_until_idle()
     return server.post("/weights_checker", {"action": "checksum"})
 

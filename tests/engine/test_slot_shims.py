@@ -99,9 +99,9 @@ def test_the_stand_in_computes_from_slot_rows_bit_by_bit(sglang: Nursery) -> Non
 
 
 def typical_difference(one: Result, other: Result) -> float:
-    """Of the log-probabilities of the prompts' tokens. Two kernels round differently, so that where two experts or tokens are
-    nearly alike the one or the other is chosen, on some processors only (``ATEN_CPU_CAPABILITY=default`` with
-    ``ONEDNN_MAX_CPU_ISA=SSE41`` plays such a one). Most tokens are far from that."""
+    """Compares the log-probabilities of the prompts' tokens. Two kernels round differently, so that where two experts or tokens
+    are nearly alike, one or the other is chosen, on some processors only (``ATEN_CPU_CAPABILITY=default`` with
+    ``ONEDNN_MAX_CPU_ISA=SSE41`` acts as such a one). Most tokens are far from that."""
     pairs = zip(one.answers, other.answers, strict=True)
     tokens = [pair for mine, theirs in pairs for pair in zip(mine.input_logprobs, theirs.input_logprobs, strict=True)]
     return median(abs(a - b) for a, b in tokens if a is not None and b is not None)

@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def imported(*commands: list[str]) -> list[tuple[int, set[str]]]:
-    """Of each command in a fresh process: its exit code, and which of the libraries that take long to import are imported by
+    """The exit code of each command in a fresh process, and which of the libraries that take long to import are imported by
     then."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(commands)], capture_output=True, text=True, timeout=patience(120), check=True

@@ -358,7 +358,7 @@ def test_a_launch_that_offloads_draft_layers_alone_says_so(given, told):
 
 
 def test_the_flags_name_the_model_as_a_launch_takes_it(tmp_path):
-    """Of a config.json its folder, and not where its writer had it; as one word of the shell."""
+    """A config.json is named by its folder, not by where its author had it, and quoted for the shell."""
     folder = tmp_path / "my models"
     folder.mkdir()
     config = json.loads((config_folder("Qwen/Qwen3-30B-A3B") / "config.json").read_text())

@@ -274,7 +274,7 @@ def nothing_is_left_beside(offloaded: Loaded) -> None:
 
 
 def a_stream_buffer_holds_all(offloaded: Loaded) -> None:
-    """Of what kernels read of the experts, a long prefill reads only small tensors in place."""
+    """In a long prefill, kernels read only the experts' small tensors in place."""
     tensors, experts = offloaded.tensors(), offloaded.experts
     managed = {name: bits(tensor).clone() for name, tensor in tensors.items() if offloaded.peak.is_managed(tensor)}
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -184,7 +184,7 @@ def test_an_input_that_is_none_of_a_routers_is_told_of_once(
 
 
 def test_a_router_of_another_shape_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Of experts that compute nothing, or behind a projection."""
+    """Its experts compute nothing, or it follows a projection."""
     lookahead = Model(Decoder(Block()), Decoder(Block(E + 4))).lookahead()
     for _ in range(3):
         assert list(lookahead.guesses(0, HIDDEN, 3)) == []

@@ -32,7 +32,7 @@ def served():
 
 
 def sample(name: str, **labels: str) -> float | None:
-    """Of the last rank served."""
+    """A metric of the last rank served."""
     return REGISTRIES[-1].get_sample_value(f"sglang:expert_offload_{name}", {**LABELS, **labels})
 
 

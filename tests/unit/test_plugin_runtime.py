@@ -45,7 +45,7 @@ def step(mode, rows, **more):
 
 
 def gathered_step(ranks, own, a2a="none", **sizes):
-    """Of rank ``own``."""
+    """The step of rank ``own``."""
     return step(*ranks[own], **gathered(ranks, own, a2a, **sizes))
 
 

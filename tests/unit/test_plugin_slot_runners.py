@@ -46,7 +46,7 @@ class Method:
 
 
 def by(runner: str | None) -> str | None:
-    """Of a layer that this runner computes."""
+    """Why a layer that this runner computes gets no slots."""
     return no_slots_in(SimpleNamespace(quant_method=Method(runner)))
 
 

@@ -78,7 +78,7 @@ def by_age(*value: float) -> np.ndarray:
 
 
 def values(policy: SlotPolicy) -> list[int]:
-    """Of each expert of the first layer, after the last step."""
+    """The value of each expert of the first layer, after the last step."""
     return ((policy.uses << VALUE_BITS) // policy.events)[policy.classes[0, 0]].tolist()
 
 
@@ -571,7 +571,7 @@ def test_what_was_never_used_counts_as_used_longest_ago():
 
 
 def misses_of_lru(activated: np.ndarray, rows: int) -> int:
-    """Of one cache of ``rows`` experts of all layers, which evicts the one used longest ago."""
+    """The misses of one cache of ``rows`` experts of all layers, which evicts the least recently used."""
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()
     misses = 0
     for used in activated:

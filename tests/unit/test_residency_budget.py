@@ -162,7 +162,7 @@ def test_auto_slots_become_residents_where_host_ram_holds_no_more():
     ids=str,
 )
 def test_residents_that_host_ram_asks_for_are_whole_groups_where_these_pay(missing, groups, residents):
-    """Of 20 rows: with more than twice as many residents as slots, single blocks serve more."""
+    """20 rows: with more than twice as many residents as slots, single blocks serve more."""
     host = HostNeed((PLACES - missing) * 100 * MIB * len(groups)).total
     each = [msgspec.structs.replace(sizes(), group=group) for group in groups]
     ranks = [rank(20 * 100 * MIB, experts=experts, host=host) for experts in each]

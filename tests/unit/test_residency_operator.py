@@ -176,7 +176,7 @@ def test_an_operators_choice_is_not_undone_by_what_was_decided_before_it():
 
 @pytest.mark.parametrize("adapt", ["warmup", "continuous"])
 def test_beside_slots_residents_that_are_chosen_anew_are_whole_experts(adapt):
-    """Of one and a half blocks: two of them are three blocks."""
+    """An expert is one and a half blocks, so two are three blocks."""
     seconds = iter(range(10**9))
     cfg = config(num_resident=4, slots=2, warmup_tokens=4, adapt=adapt)
     rank = Rank(cfg, expert_bytes=3 * PAGE_BYTES // 2, clock=lambda: float(next(seconds)))

@@ -25,7 +25,7 @@ def resident(placement: InitialPlacement, *layer_ids: int) -> list[list[int]]:
 
 
 def chosen(placement: InitialPlacement, shard: LayerShard, layout: ExpertLayout) -> np.ndarray:
-    """Of the only layer."""
+    """The initial residents of the only layer."""
     (layer,) = placement.of_layers([shard])
     return layer.choose(layout)
 

@@ -212,7 +212,7 @@ class TestSteps:
         assert trace.activated(trace.steps(range(0), 3)).shape == (0, 2, 8)
 
     def test_split_takes_the_share_that_was_written(self):
-        """Of what a float of it comes to in requests, a little less than a whole number is that number."""
+        """A float slightly below a whole number of requests counts as that number."""
         assert some().split(0.5) == (range(0, 1), range(1, 3))
         hundred = some((1,) * 100)
         assert [len(hundred.split(percent / 100)[0]) for percent in range(101)] == list(range(101))

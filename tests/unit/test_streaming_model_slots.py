@@ -18,7 +18,7 @@ from sglang_uvm_offload.streaming.model_slots import ModelSlots
 from sglang_uvm_offload.streaming.streamer import Streamer
 
 SLOTS, ROOM = 3, 6
-"""Of a layer: too few for a stream, and enough, as all layers share them."""
+"""Slots a layer: too few to stream one, and, since all layers share them, enough."""
 BLOCK = 16
 OWN = EMPTY
 """Where an expert that no slot holds is computed from: its own row."""

@@ -68,7 +68,7 @@ class StrictStaging(CpuStaging):
         self.calls.append(("copy", parts[0].managed.name[-1], buffer))
 
     def places(self, part):
-        """Of each block whether it is in VRAM."""
+        """Whether each block is in VRAM."""
         return self._memory.in_vram([(part.managed, at) for at in range(0, part.nbytes, self._memory.block_bytes)]).tolist()
 
     def acquire(self, buffer):

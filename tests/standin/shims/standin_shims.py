@@ -134,7 +134,7 @@ def align_to(first: int, of_long: int | None = None) -> None:
 
 
 def keep_the_first() -> None:
-    """Of each drafted tree, whose check leaves nothing, its first token is kept."""
+    """Keep the first token of each drafted tree whose check leaves nothing."""
     import torch
     from sglang.srt.speculative import eagle_utils
 
