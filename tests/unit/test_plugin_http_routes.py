@@ -27,7 +27,7 @@ from scripts.harness.patience import patience
 from sglang_uvm_offload import __version__
 from sglang_uvm_offload.files.autosave import Saver
 from sglang_uvm_offload.plugin import compat
-from sglang_uvm_offload.plugin.operate import actions, http_routes, rank_files
+from sglang_uvm_offload.plugin.operate import actions, all_ranks, http_routes, rank_files
 from sglang_uvm_offload.plugin.operate.actions import Action
 from sglang_uvm_offload.plugin.server_config import attach, attach_requested
 from sglang_uvm_offload.residency.status import RankId, SaveStatus, rank_status
@@ -72,7 +72,7 @@ def serve(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, http_routes.SERVER, server)
         monkeypatch.setattr(http_routes, "get_serving", lambda: SimpleNamespace(tokenizer_worker_num=1))
         local = SimpleNamespace(enable_dp_attention_local_control_broadcast=False, nnodes=nodes)
-        for module in (actions, http_routes):
+        for module in (actions, all_ranks):
             monkeypatch.setattr(module, "get_parallel", lambda: local)
         monkeypatch.setattr(compat, "num_ranks", lambda: len(manager.ids) * nodes)
         monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -104,15 +104,15 @@ def test_every_rank_has_a_status_in_the_order_of_its_place(serve, tmp_path):
 
 
 def test_ranks_of_other_nodes_are_left_out_and_not_awaited(serve, monkeypatch):
-    monkeypatch.setattr(http_routes, "RANK_SECONDS", 1.0)
-    monkeypatch.setattr(http_routes.asyncio, "sleep", None)
+    monkeypatch.setattr(all_ranks, "RANK_SECONDS", 1.0)
+    monkeypatch.setattr(all_ranks.asyncio, "sleep", None)
     client, _ = serve(config(), nodes=2)
     answer = client.get("/expert_offload").json()
     assert (len(answer["ranks"]), answer["left_out"]) == (1, 1)
 
 
 def test_a_rank_that_does_not_answer_is_left_out(serve, monkeypatch):
-    monkeypatch.setattr(http_routes, "RANK_SECONDS", 0.05)
+    monkeypatch.setattr(all_ranks, "RANK_SECONDS", 0.05)
     client, _ = serve(config())
     monkeypatch.setattr(compat, "num_ranks", lambda: 2)
     answer = client.get("/expert_offload").json()
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_answer_is_left_out(serve, monkeypatch):
 
 
 def test_ranks_that_hang_do_not_hang_the_request(serve, monkeypatch):
-    monkeypatch.setattr(http_routes, "STEP_SECONDS", 0.05)
+    monkeypatch.setattr(all_ranks, "STEP_SECONDS", 0.05)
     client, manager = serve(config())
 
     async def never(request):

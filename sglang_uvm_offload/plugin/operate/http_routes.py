@@ -1,31 +1,21 @@
-"""``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, with SGLang's own rules for API keys.
-
-Actions, and requests for a status, reach all ranks through SGLang's ``set_internal_state``; each rank answers with a file.
-"""
+"""``GET /expert_offload`` and ``POST /expert_offload`` on SGLang's HTTP server, with SGLang's own rules for API keys."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import sys
-import time
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import SetInternalStateReq
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_serving
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from sglang_uvm_offload import __version__
 from sglang_uvm_offload.config import Settings
-from sglang_uvm_offload.plugin import compat
 from sglang_uvm_offload.plugin.operate.actions import Action, choices, refusal, too_few_tokens
-from sglang_uvm_offload.plugin.operate.rank_files import RankFiles
+from sglang_uvm_offload.plugin.operate.all_ranks import Unanswered, deliver, saved, status_of
 from sglang_uvm_offload.plugin.server_config import config_of
 from sglang_uvm_offload.residency.status import OffloadStatus
 
@@ -35,15 +25,6 @@ WORKERS_APP = "sglang_uvm_offload.plugin.operate.http_app:app"
 WRAPPED = "SGLANG_UVM_OFFLOAD_WRAPPED_APP"
 """The environment variable that names the app to which ``WORKERS_APP`` adds the routes."""
 MAX_BODY_BYTES = 4096
-SAVE_SECONDS = 30.0
-"""How long a request waits for a save."""
-STEP_SECONDS = 60.0
-"""How long a request waits for the first rank, which answers after the step at hand."""
-RANK_SECONDS = 10.0
-"""How long it then waits for the other ranks of this node."""
-
-_late: set[asyncio.Task[Any]] = set()
-"""Requests to ranks that nobody waits for any more; the event loop keeps only weak references."""
 
 
 class _Command(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,9 +63,9 @@ async def get_status(request: Request) -> Response:
     temporary folder can be written to."""
     try:
         manager, _ = _served()
-        return _answer(200, await _status(manager))
-    except Refused as refused:
-        return _answer(refused.status, {"error": str(refused)})
+        return _answer(200, await status_of(manager))
+    except (Refused, Unanswered) as refused:
+        return _refusing(refused)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]  # SGLang's
@@ -96,18 +77,18 @@ async def post_action(request: Request) -> Response:
         manager, config = _served()
         if reason := refusal(action, config):
             raise Refused(409, f"{action}: {reason}")
-        before = await _status(manager) if action is Action.READVISE else None
+        before = await status_of(manager) if action is Action.READVISE else None
         if before is not None and (reason := too_few_tokens(before.ranks)):
             raise Refused(409, f"{action}: {reason}")
-        await _delivered(manager, action.message())
-        status = await _status(manager)
+        await deliver(manager, action.message())
+        status = await (saved(manager) if action is Action.SAVE else status_of(manager))
         if before is not None:
             status = msgspec.structs.replace(status, note=choices(before.ranks, status.ranks))
         if action is Action.SAVE:
-            status = await _saved(manager, status)
+            _raise_failures(status)
         return _answer(200, status)
-    except Refused as refused:
-        return _answer(refused.status, {"error": str(refused)})
+    except (Refused, Unanswered) as refused:
+        return _refusing(refused)
 
 
 def _served() -> tuple[Any, Settings]:
@@ -119,46 +100,11 @@ def _served() -> tuple[Any, Settings]:
     return manager, config
 
 
-async def _status(manager: Any) -> OffloadStatus:
-    total = compat.num_ranks()
-    with contextlib.ExitStack() as stack:
-        try:
-            files = stack.enter_context(RankFiles())
-        except OSError as error:
-            raise Refused(503, f"ranks answer in a folder for temporary files, set by TMPDIR: {error}") from error
-        await _delivered(manager, files.message())
-        end = time.monotonic() + RANK_SECONDS
-        while len(files) < total // get_parallel().nnodes and time.monotonic() < end:
-            await asyncio.sleep(0.005)
-        found = files.read()
-    ranks = [rank for rank in found if rank is not None]
-    if len(ranks) < max(len(found), 1):
-        raise Refused(503, "a rank could not make its status; its log has the reason")
-    return OffloadStatus(__version__, sorted(ranks, key=lambda rank: astuple(rank.rank)), total - len(ranks))
-
-
-async def _delivered(manager: Any, message: dict[str, int]) -> None:
-    """Returns once the first ranks have the message. A request of SGLang's cannot be cancelled: the next one would take its
-    answer for its own."""
-    request = asyncio.create_task(manager.set_internal_state(SetInternalStateReq(server_args=message)))
-    _late.add(request)
-    request.add_done_callback(_late.discard)
-    done, _ = await asyncio.wait({request}, timeout=STEP_SECONDS)
-    if not done:
-        raise Refused(503, f"no rank has answered within {STEP_SECONDS:g} s: a step takes longer, or a rank hangs")
-    request.result()
-
-
-async def _saved(manager: Any, status: OffloadStatus) -> OffloadStatus:
-    """The status when all saves have ended, or after ``SAVE_SECONDS``. Raises ``Refused`` if a save failed."""
-    end = time.monotonic() + SAVE_SECONDS
-    while any(save.under_way for rank in status.ranks for save in rank.saves) and time.monotonic() < end:
-        await asyncio.sleep(0.1)
-        status = await _status(manager)
+def _raise_failures(status: OffloadStatus) -> None:
+    """Raise ``Refused`` if a save failed."""
     failed = {f"{save.what}: {save.error}" for rank in status.ranks for save in rank.saves if save.error is not None}
     if failed:
         raise Refused(500, f"{Action.SAVE}: {'; '.join(sorted(failed))}")
-    return status
 
 
 async def _body(request: Request) -> bytes:
@@ -180,6 +126,10 @@ def action_in(body: bytes) -> Action:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         actions = " or ".join(f'{{"action": "{action}"}}' for action in Action)
         raise Refused(400, f"the body must be {actions}: {error}") from error
+
+
+def _refusing(refused: Refused | Unanswered) -> Response:
+    return _answer(refused.status if isinstance(refused, Refused) else 503, {"error": str(refused)})
 
 
 def _answer(status: int, body: Any) -> Response:
