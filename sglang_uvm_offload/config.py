@@ -60,6 +60,11 @@ class Settings:
         return flag_name("profile" if self.save_profile in self.profiles else "save_profile")
 
     @property
+    def saves(self) -> bool:
+        """Whether the server saves any file."""
+        return bool(self.save_profile or self.trace or self.stats)
+
+    @property
     def coactivation(self) -> bool:
         """Whether forecasts also use co-activation of experts. ``continuous`` alone means ``speculative``."""
         return self.prefetch != "frequency"

@@ -62,7 +62,7 @@ FLAGS = {
         FILES,
         None,
         "Choose the initial residents from the routing profile in this file (frequency only), and add the server's counts to "
-        "it every five minutes, when requests pause, and on SIGTERM. A missing file is created. A read-only file, or several "
+        "it every five minutes, when requests pause, and when it ends. A missing file is created. A read-only file, or several "
         "files separated by commas, are only read. A damaged profile, or one of another model, fails the launch; one of a "
         "newer format is left alone, with a warning. A save never replaces routing that this server did not start from.",
     ),

@@ -177,9 +177,9 @@ def end_as_if_spawned() -> None:
 
 
 def run_command(command: list[str], folder: str) -> None:
+    """Does what ``python`` does with these arguments, ``-m MODULE ...`` or ``SCRIPT ...``, in ``folder``."""
     import prometheus_client.values
 
-    """Does what ``python`` does with these arguments, ``-m MODULE ...`` or ``SCRIPT ...``, in ``folder``."""
     faulthandler.enable()
     os.chdir(folder)
     # prometheus_client reads this variable at import; in a new process SGLang sets it before that.

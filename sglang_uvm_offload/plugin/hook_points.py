@@ -56,7 +56,15 @@ HOOKED = {
     ),
     "sglang.srt.eplb.expert_location_updater.ExpertLocationUpdater.update": "self",
     "sglang.srt.lora.layers.FusedMoEWithLoRA.__init__": "self, base_layer",
-    "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler": "self",
+    **dict.fromkeys(
+        [
+            f"sglang.srt.managers.tokenizer_manager.SignalHandler.{name}"
+            for name in ("sigterm_handler", "running_phase_sigquit_handler")
+        ],
+        "self",
+    ),
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.__init__": "self, tokenizer_manager",
+    "sglang.srt.entrypoints.engine.Engine.shutdown": "self",
     **dict.fromkeys(
         [
             f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
@@ -138,6 +146,7 @@ CALLED = {
     "sglang.srt.runtime_context.pre_capture_activation_reserve_mb": "gpu_mem",
     "sglang.srt.utils.auth.auth_level": "level",
     "sglang.srt.utils.get_device_memory_capacity": "device",
+    "sglang.srt.utils.kill_process_tree": "parent_pid, include_parent",
 }
 """The functions that this plugin calls and the parameters that it passes, in the same notation."""
 
@@ -175,7 +184,7 @@ ATTRIBUTES = {
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
         "all_gather_object barrier broadcast_object rank_in_group world_size"
     ),
-    "sglang.srt.entrypoints.engine.Engine": "server_args_class",
+    "sglang.srt.entrypoints.engine.Engine": "server_args_class tokenizer_manager",
     "sglang.srt.entrypoints.http_server": "app get_global_state",
     "sglang.srt.environ.Envs": (
         "SGLANG_DEEPGEMM_STANDARD_LAYOUT SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE SGLANG_HTTP_SERVER_APP_PATH "

@@ -53,18 +53,20 @@ def _after_publish(result: Any, server_args: Any, *args: Any, role: str, **kwarg
         http_routes.add_where_served()
     if role in _installed:
         return
-    if role == "tokenizer" and (config.save_profile is not None or config.trace is not None):
+    if role == "tokenizer" and config.saves:
         from sglang_uvm_offload.plugin.operate import end_of_serving
 
         _installed.add(role)
         end_of_serving.install(hooks.add)
         HookRegistry.apply_hooks()
     if role == "dp_controller":
-        from sglang_uvm_offload.plugin.operate import replicas
+        from sglang_uvm_offload.plugin.operate import replicas, shared_signals
 
         _installed.add(role)
         replicas.install(hooks.add)
         HookRegistry.apply_hooks()
+        if config.saves:
+            shared_signals.outlive()
     if role == "scheduler":
         from sglang.srt.runtime_context import get_exec, get_lora
 

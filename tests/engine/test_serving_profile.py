@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
 import urllib.error
 from pathlib import Path
@@ -120,6 +122,42 @@ def test_sigterm_saves_at_once_while_a_client_waits_for_a_long_answer(
         assert sum(1 for _ in answers) > 0
         server.process.wait(patience(120))
     assert decoded(path)[1] == 599, "the last save has the whole answer"
+
+
+@pytest.mark.parametrize(
+    ("number", "under_load", "ranks"),
+    [
+        (signal.SIGINT, False, {}),
+        pytest.param(signal.SIGINT, True, {"tp_size": 2}, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, False, {"dp_size": 2}, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, True, {}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_to_all_processes_ends_the_server_with_its_profile(
+    number: signal.Signals, under_load: bool, ranks: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """As Ctrl-C in a terminal does, and a service manager. No fork server is in the way, which the signal would end too."""
+    path, trace = tmp_path / "p.npz", tmp_path / "t.npz"
+    long = PROMPT | {"sampling_params": {"temperature": 0, "max_new_tokens": 1000, "ignore_eos": True}}
+    saved = {"expert_offload_profile": path, "expert_offload_trace": trace}
+    with Server(checkpoint, expert_offload_num_resident=4, **saved, **ranks) as server:
+        for _ in range(2):  # one for each replica
+            server.post("/generate", PROMPT)
+        answers = server.stream("/generate", long)
+        if under_load:
+            next(answers)
+        assert server.process is not None
+        os.killpg(server.process.pid, number)
+        server.process.wait(patience(60))
+    answered = 1 if "dp_size" in ranks else 2
+    assert decoded(path)[1] >= 7 * answered
+    assert Trace.load(trace).num_requests >= answered
+
+
+def test_an_engine_saves_its_profile_when_it_is_shut_down(checkpoint: Path, engines: Engines, tmp_path: Path) -> None:
+    path = tmp_path / "p.npz"
+    engines.run(checkpoint, ["the quick"], max_new_tokens=8, expert_offload_num_resident=4, expert_offload_profile=str(path))
+    assert decoded(path)[1] == 7
 
 
 MOVES_SLOWLY = (

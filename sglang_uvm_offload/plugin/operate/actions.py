@@ -49,7 +49,7 @@ class Action(str, enum.Enum):
 def refusal(action: Action, config: Settings) -> str | None:
     """Why this server cannot perform the action, None if it can."""
     if action is Action.SAVE:
-        if config.save_profile or config.trace or config.stats:
+        if config.saves:
             return None
         flags = [flag_name(name) for name in ("profile", "trace", "stats")]
         return f"there is nothing to save: the server has none of {', '.join(flags)}"

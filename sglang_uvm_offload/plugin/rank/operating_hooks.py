@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 
 from sglang_uvm_offload.flags import PREFIX
 from sglang_uvm_offload.plugin.launch.local_checkpoint import read_models
-from sglang_uvm_offload.plugin.operate import rank_files
+from sglang_uvm_offload.plugin.operate import rank_files, shared_signals
 from sglang_uvm_offload.plugin.operate.actions import END, KEY, Action, fewest_tokens, perform, refusal
 from sglang_uvm_offload.plugin.rank import fresh_lines
 from sglang_uvm_offload.plugin.rank.buffers import stream_status
@@ -92,6 +92,8 @@ class OperatingHooks:
         if self.rank.routed_model is not None:
             self.rank.savers += filter(None, [profile_saver(self.rank.manager, self.rank.routed_model, self.rank.history)])
         self.rank.savers += filter(None, [stats_saver(self.rank.config.stats, self._status)])
+        if self.rank.config.saves:
+            shared_signals.outlive()
         self.rank.start.end()
         logger.info("Expert offload, rank %d: ready after %s", get_parallel().tp_rank, described(self.rank.start.phases()))
 
@@ -139,7 +141,7 @@ class OperatingHooks:
         return SetInternalStateReqOutput(updated=refused is None)
 
     def _begin_end(self) -> None:
-        """SIGTERM: save now. The scheduler first answers all requests, and may be killed before ``after_shutdown``."""
+        """SIGTERM or Ctrl-C: save now. The scheduler first answers all requests, or is killed before ``after_shutdown``."""
         if savers := self.rank.savers:
             logger.info("Expert offload: server ends: saving the %s", " and the ".join(saver.what for saver in savers))
         for saver in savers:
