@@ -84,7 +84,7 @@ def test_ctrl_c_stops_the_server_once_all_is_saved(events, on_interrupt):
 
 
 def test_a_second_ctrl_c_waits_for_nothing(events, on_interrupt, monkeypatch):
-    monkeypatch.setattr(end_of_serving, "SAVE_SECONDS", 600)
+    monkeypatch.setattr(end_of_serving, "LAST_SECONDS", 600)
 
     async def serve():
         on_interrupt(Server(events).handle_exit)
@@ -108,10 +108,10 @@ def test_ranks_that_hang_do_not_hang_the_end(events, on_interrupt, monkeypatch, 
         signal.raise_signal(signal.SIGINT)
         await until(lambda: events)
 
-    monkeypatch.setattr(end_of_serving, "SAVE_SECONDS", 0.1)
+    monkeypatch.setattr(end_of_serving, "LAST_SECONDS", 0.1)
     asyncio.run(serve())
     assert events == ["stop"]
-    assert "could not save at the end: TimeoutError" in caplog.text
+    assert "saving at the end takes more than 0.1 s; the server ends without it" in caplog.text
 
 
 def test_a_process_that_dies_by_the_signal_ends_the_server_after_the_save(events):
@@ -128,6 +128,37 @@ def test_a_process_that_dies_by_the_signal_ends_the_server_after_the_save(events
 
     asyncio.run(serve())
     assert events == ["saving", "saved", "kill ranks", "quit", "kill ranks", "quit again"]
+
+
+def test_a_rank_that_cannot_be_killed_does_not_keep_the_server(events, monkeypatch):
+    def fail(pid, include_parent):
+        raise RuntimeError("a process is still alive")
+
+    async def serve():
+        end = end_of_serving._End()
+        end.after_sigterm(None, SimpleNamespace(tokenizer_manager=Manager()))
+        end.around_sigquit(lambda: events.append("quit"))
+        await until(lambda: "quit" in events)
+
+    monkeypatch.setattr(end_of_serving, "kill_process_tree", fail)
+    asyncio.run(serve())
+    assert events == ["saving", "saved", "quit"]
+
+
+def test_a_save_that_fails_ends_the_server_and_is_logged(events, monkeypatch, caplog):
+    async def fail(manager):
+        raise all_ranks.Unanswered("no rank")
+
+    async def serve():
+        end = end_of_serving._End()
+        end.after_sigterm(None, SimpleNamespace(tokenizer_manager=Manager()))
+        end.around_sigquit(lambda: events.append("quit"))
+        await until(lambda: "quit" in events)
+
+    monkeypatch.setattr(all_ranks, "status_of", fail)
+    asyncio.run(serve())
+    assert events == ["kill ranks", "quit"]
+    assert "could not save at the end: Unanswered: no rank" in caplog.text
 
 
 def test_a_process_that_dies_while_the_server_serves_is_sglangs(events):

@@ -21,7 +21,7 @@ for line in sys.stdin:
     print("alive", flush=True)
 """
 OUTLIVE = "shared_signals.outlive()"
-SECONDS = "shared_signals.OUTLIVED_SECONDS = {}\n"
+SECONDS = "shared_signals.LAST_SECONDS = {}\n"
 
 
 class Program:

@@ -21,7 +21,7 @@ STEP_SECONDS = 60.0
 RANK_SECONDS = 10.0
 """How long a status then waits for the other ranks of this node."""
 SAVE_SECONDS = 30.0
-"""How long to wait for saves."""
+"""How long a request waits for saves."""
 
 _late: set[asyncio.Task[Any]] = set()
 """Messages whose answer nobody waits for any more; the event loop keeps only weak references."""

@@ -16,14 +16,14 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import uvicorn
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import kill_process_tree
 
+from sglang_uvm_offload.files.autosave import LAST_SECONDS
 from sglang_uvm_offload.plugin.operate.actions import END
-from sglang_uvm_offload.plugin.operate.all_ranks import SAVE_SECONDS, deliver, saved
+from sglang_uvm_offload.plugin.operate.all_ranks import deliver, saved
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _End:
 
     def __init__(self) -> None:
         self._save: asyncio.Task[None] | None = None
-        self._engines: WeakKeyDictionary[Any, asyncio.AbstractEventLoop] = WeakKeyDictionary()
+        self._engines: dict[Any, asyncio.AbstractEventLoop] = {}
         """The loop of each engine whose ranks run, by its tokenizer manager."""
 
     def after_init(self, result: Any, handler: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,8 +67,10 @@ class _End:
         kill the ranks, which are healthy, or SGLang would wait a minute for their core dumps."""
 
         def quit(save: object) -> None:
-            kill_process_tree(os.getpid(), include_parent=False)
-            original(*args, **kwargs)
+            try:
+                kill_process_tree(os.getpid(), include_parent=False)
+            finally:  # it raises where a rank outlives SIGKILL for a minute, in the driver
+                original(*args, **kwargs)
 
         if self._save is None:
             original(*args, **kwargs)
@@ -116,6 +118,8 @@ async def _save(manager: Any) -> None:
         await saved(manager)
 
     try:
-        await asyncio.wait_for(save(), SAVE_SECONDS)
-    except Exception as error:  # noqa: BLE001 -- the server ends, and its ranks may save again at exit
+        await asyncio.wait_for(save(), LAST_SECONDS)
+    except asyncio.TimeoutError:
+        logger.warning("Expert offload: saving at the end takes more than %g s; the server ends without it", LAST_SECONDS)
+    except Exception as error:  # noqa: BLE001 -- of any type, from SGLang's request; what fails to save must still end
         logger.warning("Expert offload: could not save at the end: %s: %s", type(error).__name__, error)

@@ -9,15 +9,15 @@ import threading
 from types import FrameType
 from typing import Any
 
-OUTLIVED_SECONDS = 30.0
-"""How long a process outlives such a signal: as long as a launcher waits for saves. Then it ends even without a launcher."""
+from sglang_uvm_offload.files.autosave import LAST_SECONDS
 
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 def outlive() -> None:
-    """Outlive the first SIGINT or SIGTERM; a second one ends the process at once. Handlers that someone else has set stay. Does
-    nothing outside the main thread, where Python cannot set handlers."""
+    """Outlive the first SIGINT or SIGTERM by ``LAST_SECONDS``, as long as a launcher waits for saves; a second one ends the
+    process at once. Handlers that someone else has set stay. Does nothing outside the main thread, where Python cannot set
+    handlers."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number, default in _DEFAULTS.items():
@@ -27,6 +27,6 @@ def outlive() -> None:
 
 def _postpone(number: int, frame: FrameType | None) -> None:
     signal.signal(number, _DEFAULTS[number])
-    timer = threading.Timer(OUTLIVED_SECONDS, os.kill, (os.getpid(), number))
+    timer = threading.Timer(LAST_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
